@@ -1,0 +1,1 @@
+"""Backends: one adapter per family of devices."""

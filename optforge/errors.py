@@ -1,0 +1,101 @@
+"""The exception tree, and the one shape in which a problem is told.
+
+Every error that a user can cause says where it is, what is wrong and what to type. The command line prints it as one
+line and exits with `exit_code`; a traceback appears only under `--debug`.
+
+    OptForgeError                 1  something of ours, or of the machine, went wrong
+    ├── UserError                 2  the user must change something; carries one or more Problems
+    │   ├── ConfigError              a key, value, recipe or override is wrong
+    │   ├── SelectorError            a selector matches nothing, or splits what is packed
+    │   ├── PlanError                the plan refuses: order, conflict, downgrade, stand-in, fit
+    │   ├── ModelError               a model or checkpoint cannot be used: missing, truncated, NaN, on meta
+    │   ├── DataError                a data set is missing, empty or damaged
+    │   ├── MissingDependency        a package, compiler or device is not there; says what brings it
+    │   ├── OutputError              a folder cannot be written, or its volume is full
+    │   └── TrustError               loading this would run code
+    ├── StepError                 1  a transform did not do what its receipt says
+    └── OutOfMemory               1  the device ran out of memory
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_OK, EXIT_CRASH, EXIT_USER, EXIT_LIMIT = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: where it is, what it is, and what to type."""
+
+    where: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{line}; {self.fix}" if self.fix else line
+
+
+class OptForgeError(Exception):
+    """Root of every exception that OptForge raises on purpose."""
+
+    exit_code = EXIT_CRASH
+
+
+class UserError(OptForgeError):
+    """The user must change something. Raised with one `Problem`, several, or a plain sentence."""
+
+    exit_code = EXIT_USER
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem(where="", what=p) for p in problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+class ConfigError(UserError):
+    """A key, a value, a recipe or an override is wrong."""
+
+
+class SelectorError(UserError):
+    """A selector matches nothing, is malformed, or would split a packed module."""
+
+
+class PlanError(UserError):
+    """The plan refuses the run; holds every problem at once."""
+
+
+class ModelError(UserError):
+    """A model or checkpoint cannot be used."""
+
+
+class DataError(UserError):
+    """A data set is missing, empty or damaged."""
+
+
+class MissingDependency(UserError):
+    """A package, compiler or device that the run needs is not there."""
+
+
+class OutputError(UserError):
+    """A folder cannot be written, or its volume has no space left."""
+
+
+class TrustError(UserError):
+    """Loading this file would run code, and `trust=true` was not given."""
+
+
+class StepError(OptForgeError):
+    """A transform did not do what its receipt says it did."""
+
+
+class OutOfMemory(OptForgeError):
+    """The device ran out of memory."""
+
+
+def near(name: str, known: Iterable[str], count: int = 3) -> str:
+    """`did you mean a, b?` for the names nearest to `name`, or an empty string when none is near."""
+    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return f"did you mean {', '.join(found)}?" if found else ""

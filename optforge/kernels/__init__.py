@@ -1,0 +1,1 @@
+"""Custom operators: a Triton kernel, a plain PyTorch reference and a test for each."""

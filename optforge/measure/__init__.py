@@ -1,0 +1,1 @@
+"""Timing, memory and quality: how a figure comes about."""

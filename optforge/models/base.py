@@ -1,0 +1,62 @@
+"""What every model source keeps to: the structure without weights for the plan, the weights for the run.
+
+`skeleton` touches no network and no weight file larger than a config; `load` brings the weights, checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from optforge.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FAMILIES = ("causal_lm", "image_classifier", "module")
+
+
+@dataclass(kw_only=True)
+class Loaded:
+    """A model and what is needed to feed and judge it."""
+
+    module: nn.Module
+    family: str
+    """causal_lm (input_ids -> .logits), image_classifier (image batch -> logits), module (example only)."""
+    name: str
+    tokenizer: Any = None
+    """A transformers tokenizer for language models, else None."""
+    vocab_size: int | None = None
+    image_shape: tuple[int, int, int] | None = None
+    """Channels, height, width for image classifiers."""
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """Arguments of one forward pass for the family `module` (and for a user's own model)."""
+    weights: str = "trained"
+    """trained, or random: random weights serve shapes and speed only, and no quality is claimed on them."""
+    digest: str | None = None
+    """sha256 over the weights, for caches and the report."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the figures must know, such as that the source weights were 4-bit already."""
+
+
+@runtime_checkable
+class ModelSource(Protocol):
+    """A frozen dataclass of a model's YAML keys, with a field `dtype` (`fp32`, `fp16`, `bf16`)."""
+
+    def check(self) -> Iterator[Problem]:
+        """What is wrong before anything is loaded: a missing path, a missing package, a hub name without consent."""
+        ...
+
+    def skeleton(self) -> Loaded:
+        """The module tree on the meta device, in the run's dtype. No weights, no network, no device."""
+        ...
+
+    def load(self, seed: int = 0) -> Loaded:
+        """The model on the CPU with its weights in the run's dtype, in eval mode, ties kept.
+
+        Raises:
+            ModelError: the checkpoint is missing, truncated or damaged, or holds NaN or Inf.
+            TrustError: reading it would run code.
+        """
+        ...

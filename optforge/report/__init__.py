@@ -1,0 +1,1 @@
+"""Reports: strict JSON, Markdown, one HTML page, and what the terminal shows."""

@@ -1,0 +1,1 @@
+"""Transforms: one kind per file, each a frozen dataclass whose fields are its YAML keys."""

@@ -1,0 +1,1 @@
+"""Workloads: what is run and timed, one per file."""
