@@ -14,7 +14,9 @@ line and exits with `exit_code`; a traceback appears only under `--debug`.
     │   ├── OutputError              a folder cannot be written, or its volume is full
     │   └── TrustError               loading this would run code
     ├── StepError                 1  a transform did not do what its receipt says
-    └── OutOfMemory               1  the device ran out of memory
+    ├── OutOfMemory               1  the device ran out of memory
+    └── ChildFailed               1  an isolated process raised, ended or was killed
+        └── ChildTimeout             it ran longer than it may
 """
 
 from __future__ import annotations
@@ -93,6 +95,22 @@ class StepError(OptForgeError):
 
 class OutOfMemory(OptForgeError):
     """The device ran out of memory."""
+
+
+class ChildFailed(OptForgeError):
+    """An isolated process (`optforge.isolate`) did not bring a result.
+
+    `kind` and `traceback` are the child's exception, `signal` the number of the signal that killed it, `output` the
+    end of what it printed; each None or empty where it does not apply.
+    """
+
+    def __init__(self, message: str, *, kind: str | None = None, traceback: str = "", signal: int | None = None, output: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.traceback, self.signal, self.output = kind, traceback, signal, output
+
+
+class ChildTimeout(ChildFailed):
+    """An isolated process ran longer than it may, and was stopped."""
 
 
 def near(name: str, known: Iterable[str], count: int = 3) -> str:
