@@ -235,7 +235,8 @@ class StepReport:
     name: str
     kind: str
     use: str
-    verdict: str = "incomplete"
+    verdict: str | None = "incomplete"
+    """One of VERDICTS; None when this step was not measured alone (`measure.attribution: ends`)."""
     reason: str = ""
     receipt: dict[str, Json] | None = None
     seconds: float | None = None

@@ -1,0 +1,268 @@
+"""Makes the plan: what will run, on what, in which order, and what it should bring, before any weight is loaded.
+
+The recipe's steps are applied to the model's structure on the meta device, so counts, skipped layers and bytes are what
+the run will do and not an estimate of it. Every problem found is raised together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from optforge import config
+from optforge.backends.base import Backend
+from optforge.errors import PlanError, Problem, UserError
+from optforge.measure.size import weight_bytes
+from optforge.models.base import Loaded
+from optforge.plan import alternatives, roofline
+from optforge.plan.devices import choose
+from optforge.plan.order import Order, order, phase
+from optforge.spec import Downgrade, Hardware, Json, Run, Step
+from optforge.transforms.base import Context, Phase, Receipt
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A step as it will run on the target, and what it does to the structure."""
+
+    step: Step
+    requested: str
+    """The option as written, before the target turned it into something else."""
+    phase: Phase
+    moved: str | None
+    receipt: Receipt
+    weight_bytes: int
+    """Bytes of all weights after this step."""
+    predicted: dict[str, Json]
+    """The target's roofline after this step."""
+
+    @property
+    def name(self) -> str:
+        return self.step.name
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Everything decided before weights are loaded."""
+
+    run: Run
+    target: Hardware
+    device: Hardware
+    backend: Backend
+    is_target: bool
+    steps: list[PlannedStep]
+    weight_bytes: int
+    """Bytes of the weights before the first step."""
+    model: dict[str, Json]
+    predicted_baseline: dict[str, Json]
+    downgrades: list[Downgrade] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def rewrites(self) -> list[PlannedStep]:
+        """The steps that change the module tree: all but compile."""
+        return [step for step in self.steps if step.phase is not Phase.COMPILE]
+
+    @property
+    def compile(self) -> PlannedStep | None:
+        return next((step for step in self.steps if step.phase is Phase.COMPILE), None)
+
+    def describe(self) -> dict[str, Json]:
+        """The plan as plain data, for reports and the terminal."""
+        return {
+            "target": {"name": self.target.name, "description": self.target.description},
+            "device": {"name": self.device.name, "is_target": self.is_target},
+            "model": self.model,
+            "order": [
+                {"name": s.name, "use": s.step.use, "requested": s.requested, "phase": s.phase.name.lower(), "moved": s.moved} for s in self.steps
+            ],
+            "selected": [_selected(step) for step in self.steps],
+            "bytes": [{"step": "baseline", "weight_bytes": self.weight_bytes}]
+            + [{"step": s.name, "weight_bytes": s.weight_bytes} for s in self.rewrites],
+            "predicted": self.predicted(),
+            "downgrades": [asdict(downgrade) for downgrade in self.downgrades],
+            "warnings": list(self.warnings),
+        }
+
+    def predicted(self) -> dict[str, Json]:
+        """The target's figures from its roofline: never measured."""
+        final = self.rewrites[-1].predicted if self.rewrites else self.predicted_baseline
+        return {
+            "hardware": self.target.name,
+            "label": "predicted",
+            "baseline": self.predicted_baseline,
+            "steps": [{"name": step.name, **step.predicted} for step in self.rewrites],
+            "optimized": final,
+            "speedup": roofline.speedup(self.predicted_baseline, final),
+        }
+
+
+def _selected(planned: PlannedStep) -> dict[str, Json]:
+    receipt = planned.receipt
+    return {
+        "step": planned.name,
+        "touched": len(receipt.touched),
+        "skipped": len(receipt.skipped),
+        "ignored": len(receipt.ignored),
+        "bytes_before": receipt.bytes_before,
+        "bytes_after": receipt.bytes_after,
+        "share": receipt.bytes_before / receipt.total_bytes if receipt.total_bytes else None,
+    }
+
+
+def make(run: Run) -> Plan:
+    """The plan of a run. Loads no weights and touches no device memory.
+
+    Raises:
+        UserError: everything that is wrong with the run, in one exception.
+    """
+    problems: list[Problem] = []
+    _collect(problems, lambda: problems.extend(run.model.source.check()))
+    _collect(problems, lambda: problems.extend(run.data.source.check()))
+    ordered = _collect(problems, lambda: order(run.recipe.steps, reorder=run.reorder))
+    chosen = _collect(problems, lambda: choose(run.hardware, config.hardware, require_target=run.require_target))
+    if problems or ordered is None or chosen is None:
+        raise PlanError(*problems)
+    target, device = chosen
+    plan = _Planner(run, target, device.hardware, device.backend, device.is_target).plan(ordered)
+    return plan
+
+
+def _collect(problems: list[Problem], call: Callable[[], Any]) -> Any:
+    """The call's result; a UserError's problems join the others."""
+    try:
+        return call()
+    except UserError as error:
+        problems.extend(error.problems)
+        return None
+
+
+class _Planner:
+    """Walks the ordered steps over the structure on meta."""
+
+    def __init__(self, run: Run, target: Hardware, device: Hardware, backend: Backend, is_target: bool) -> None:
+        self.run, self.target, self.device, self.backend, self.is_target = run, target, device, backend, is_target
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+        self.downgrades: list[Downgrade] = []
+
+    def plan(self, ordered: Order) -> Plan:
+        loaded: Loaded = self.run.model.source.skeleton()
+        workload = self.run.workload.source
+        self.problems.extend(workload.check(loaded))
+        if self.problems:
+            raise PlanError(*self.problems)
+        self.load = roofline.load_of(workload)
+        example = workload.example(loaded, torch.device("meta"))
+        before = weight_bytes(loaded.module)
+        baseline = self._predict(loaded.module)
+        steps = self._missing_compiler([self._lowered(step, loaded.module) for step in ordered.steps])
+        planned = []
+        for step, requested in steps:
+            result = self._apply(step, requested, ordered.moved.get(step.name), loaded.module, example)
+            if result is None:
+                break
+            planned.append(result)
+        if self.problems:
+            raise PlanError(*self.problems)
+        return Plan(
+            run=self.run,
+            target=self.target,
+            device=self.device,
+            backend=self.backend,
+            is_target=self.is_target,
+            steps=planned,
+            weight_bytes=before,
+            model=_model(self.run, loaded),
+            predicted_baseline=baseline,
+            downgrades=self.downgrades,
+            warnings=self.warnings,
+        )
+
+    def _lowered(self, step: Step, module: nn.Module) -> tuple[Step, str]:
+        """The step as it runs on the target, and the option as written; a downgrade is recorded or refused."""
+        lowered = step.transform.lower(self.target)
+        if lowered is None:
+            return step, step.use
+        ranked = alternatives.alternatives(step, module, self.load, self.target, dtype=self.dtype)
+        runs_as = f"{step.kind}/{lowered.runs_as}"
+        if self.run.downgrade == "forbid":
+            self.problems.append(alternatives.refusal(step, lowered, self.target, ranked))
+        self.downgrades.append(
+            Downgrade(step=step.name, requested=step.use, runs_as=runs_as, reason=lowered.reason, alternatives=ranked)
+        )
+        return replace(step, use=runs_as, transform=lowered.transform), step.use
+
+    def _missing_compiler(self, steps: list[tuple[Step, str]]) -> list[tuple[Step, str]]:
+        """Holds the backend's preflight against the steps; a compile step with `on_missing: skip` goes, and says so."""
+        compiles = [step for step, _ in steps if phase(step) is Phase.COMPILE]
+        missing = self.backend.preflight(compiles=bool(compiles))
+        if not missing:
+            return steps
+        if compiles and all(step.transform.skips_when_missing for step in compiles):
+            self.warnings.extend(f"compile was left out: {problem}" for problem in missing)
+            return [(step, requested) for step, requested in steps if step not in compiles]
+        self.problems.extend(missing)
+        return steps
+
+    def _apply(self, step: Step, requested: str, moved: str | None, module: nn.Module, example: Any) -> PlannedStep | None:
+        ctx = Context(
+            step=step.name,
+            target=self.target,
+            device=self.device,
+            workload=self.run.workload.kind,
+            uses_cache=self.run.workload.source.uses_cache,
+            seed=self.run.seed,
+            example=example,
+        )
+        found = list(step.transform.check(ctx))
+        if found:
+            self.problems.extend(found)
+            return None
+        receipt = _collect(self.problems, lambda: step.transform.apply(module, ctx))
+        if receipt is None:
+            return None
+        if not receipt.touched:
+            self.problems.append(nothing_changed(step, receipt))
+            return None
+        return PlannedStep(
+            step=step,
+            requested=requested,
+            phase=phase(step),
+            moved=moved,
+            receipt=receipt,
+            weight_bytes=weight_bytes(module),
+            predicted=self._predict(module),
+        )
+
+    def _predict(self, module: nn.Module) -> dict[str, Json]:
+        return asdict(roofline.predict(module, self.load, self.target, dtype=self.dtype))
+
+    @property
+    def dtype(self) -> str:
+        chosen = getattr(self.run.model.source, "dtype", "bf16")
+        return str(getattr(chosen, "name", chosen))
+
+
+def nothing_changed(step: Step, receipt: Receipt) -> Problem:
+    """A step that would change nothing is an error, with the reasons it gave."""
+    reasons = list(dict.fromkeys([*receipt.skipped.values(), *receipt.notes]))
+    why = f" ({'; '.join(reasons[:3])})" if reasons else ""
+    return Problem(where=f"step {step.name}", what=f"{step.use} would change nothing{why}", fix=f"drop it with '~steps.{step.name}', or widen its targets")
+
+
+def _model(run: Run, loaded: Loaded) -> dict[str, Json]:
+    dtype = getattr(run.model.source, "dtype", None)
+    return {
+        "name": run.model.name,
+        "kind": run.model.kind,
+        "family": loaded.family,
+        "dtype": getattr(dtype, "name", dtype),
+        "weights": loaded.weights,
+        "parameters": sum(p.numel() for p in loaded.module.parameters()),
+        "notes": list(loaded.notes),
+    }

@@ -1,0 +1,135 @@
+"""Builds and measures one row: a module tree, what was done to it, and what it then does in time, memory and quality.
+
+A row grows in place from an alias of the baseline. A row that must lack a step is built afresh from the baseline;
+nothing that was done is ever undone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from optforge.backends.base import Candidate
+from optforge.errors import PlanError, StepError
+from optforge.measure.size import weight_bytes
+from optforge.measure.utilization import mbu, mfu
+from optforge.plan.make import Plan, PlannedStep, nothing_changed
+from optforge.share import alias
+from optforge.spec import Measure, Measurement
+from optforge.transforms.base import Context, Receipt
+from optforge.workloads.base import Work
+
+
+@dataclass(kw_only=True)
+class Applied:
+    """A step that has run: its receipt and the seconds it took."""
+
+    planned: PlannedStep
+    receipt: Receipt
+    seconds: float
+
+
+class Rows:
+    """Builds rows over one baseline on one device and measures them on one prepared workload."""
+
+    def __init__(self, plan: Plan, baseline: nn.Module, work: Work, example: Any, options: Measure) -> None:
+        self.plan, self.baseline, self.work, self.example, self.options = plan, baseline, work, example, options
+        self.flops = work.flops(baseline)
+
+    def context(self, step: str) -> Context:
+        run = self.plan.run
+        return Context(
+            step=step,
+            target=self.plan.target,
+            device=self.plan.device,
+            backend=self.plan.backend,
+            workload=run.workload.kind,
+            uses_cache=run.workload.source.uses_cache,
+            seed=run.seed,
+            example=self.example,
+        )
+
+    def fresh(self, steps: Sequence[PlannedStep] = ()) -> tuple[nn.Module, list[Applied]]:
+        """A new tree over the baseline's tensors with `steps` applied in order."""
+        module = alias(self.baseline)
+        return module, [self.apply(module, step) for step in steps]
+
+    def apply(self, module: nn.Module, planned: PlannedStep) -> Applied:
+        """Applies a step in place and holds its receipt against the tree.
+
+        Raises:
+            PlanError: the step changed nothing.
+            StepError: the tree is not what the receipt says.
+        """
+        start = time.perf_counter()
+        with torch.no_grad():
+            receipt = planned.step.transform.apply(module, self.context(planned.name))
+        if not receipt.touched:
+            raise PlanError(nothing_changed(planned.step, receipt))
+        self.plan.backend.synchronize()
+        return Applied(planned=planned, receipt=receipt, seconds=time.perf_counter() - start)
+
+    def compile(self, module: nn.Module) -> Applied | None:
+        """Applies the recipe's compile step, if it has one, on top of whatever the tree is now."""
+        return None if self.plan.compile is None else self.apply(module, self.plan.compile)
+
+    def lift(self, module: nn.Module) -> None:
+        """Takes every compile off the tree again, so that the next step sees plain modules."""
+        for child in module.modules():
+            self.plan.backend.lift(child)
+
+    def measure(self, module: nn.Module, reference: nn.Module | None, name: str) -> Measurement:
+        """Time and memory of a tree on the workload, in rounds that alternate with `reference`."""
+        candidate = Candidate(name=name, call=lambda: self.work.run(module))
+        against = None if reference is None else Candidate(name="baseline", call=lambda: self.work.run(reference))
+        measured = self.plan.backend.measure(candidate, against, self.options)
+        return self._shares(measured, module)
+
+    def _shares(self, measured: Measurement, module: nn.Module) -> Measurement:
+        """Adds throughput, weight bytes and the shares of the device's peaks."""
+        p50 = measured.latency_ms.get("p50")
+        if not p50:
+            return measured
+        seconds = p50 / 1e3
+        rate = self.work.units / seconds
+        device, dtype = self.plan.device, str(self.plan.model["dtype"] or "fp32")
+        return replace(
+            measured,
+            tokens_per_s=rate if self.work.unit == "tokens" else None,
+            items_per_s=rate if self.work.unit == "items" else None,
+            weight_bytes=weight_bytes(module),
+            mfu=mfu(self.flops, seconds, device, dtype),
+            mbu=mbu(self.work.bytes(module), seconds, device),
+        )
+
+    def agreement(self, module: nn.Module, eager_output: Any) -> float | None:
+        """Signal to noise in dB of the compiled tree's output against the same tree uncompiled; None for token ids."""
+        output = self.work.run(module)
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return None
+        reference, found = eager_output.double(), output.double()
+        noise = (found - reference).pow(2).sum()
+        return float("inf") if noise == 0 else float(10 * torch.log10(reference.pow(2).sum() / noise))
+
+
+def verify(module: nn.Module, applied: Sequence[Applied]) -> None:
+    """Reads the dtypes of every touched module again and holds them against the receipts.
+
+    Raises:
+        StepError: a parameter is not what the last step that touched it left.
+    """
+    expected: dict[tuple[str, str], tuple[str, str]] = {}
+    for one in applied:
+        gone = {name for names in one.receipt.renamed.values() for name in names}
+        expected = {key: found for key, found in expected.items() if key[0] not in gone}
+        for touched in one.receipt.touched:
+            expected.update({(touched.name, tensor): (dtype, one.planned.name) for tensor, dtype in touched.dtypes.items()})
+    for (name, tensor), (dtype, step) in expected.items():
+        found = str(getattr(module.get_submodule(name), tensor).dtype).removeprefix("torch.")
+        if found != dtype.removeprefix("torch."):
+            raise StepError(f"step {step}: {name}.{tensor} should be {dtype} and is {found}: a later step changed it in silence")
