@@ -8,8 +8,6 @@ rounds that alternate with the compiled baseline.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -22,8 +20,8 @@ from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK, OutOfMemory
 from optforge.measure import memory, quality
 from optforge.models.base import Loaded
 from optforge.plan.make import Plan, PlannedStep, make
+from optforge.progress import Progress, SilentProgress
 from optforge.report import store
-from optforge.report.progress import Progress, SilentProgress
 from optforge.rows import Applied, Rows, verify
 from optforge.spec import Measurement, QualityResult, Ratio, Report, Run, StepReport
 
@@ -362,7 +360,13 @@ class _Execution:
         spec, plan = self.spec, self.plan
         described = plan.describe()
         return Report(
-            recipe={"name": spec.recipe.name, "description": spec.recipe.description, "goal": spec.recipe.goal, "limits": dict(spec.recipe.limits), "source": spec.recipe.source},
+            recipe={
+                "name": spec.recipe.name,
+                "description": spec.recipe.description,
+                "goal": spec.recipe.goal,
+                "limits": dict(spec.recipe.limits),
+                "source": spec.recipe.source,
+            },
             target={"name": plan.target.name, "description": plan.target.description, "arch": plan.target.arch},
             device={"name": plan.device.name, "is_target": plan.is_target, "arch": plan.device.arch},
             model=plan.model,
@@ -389,7 +393,12 @@ class _Execution:
             return False
         self.report.status = self.report.verdict = "oom"
         peak = self.backend.memory()
-        self.report.error = {"type": type(error).__name__, "message": str(error), "memory": peak, "workload": dict(self.spec.workload.options)}
+        self.report.error = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "memory": peak,
+            "workload": dict(self.spec.workload.options),
+        }
         self.report.reason = f"{self.plan.device.name} ran out of memory"
         if self.report.steps and self.report.steps[-1].verdict == "incomplete":
             self.report.steps[-1].verdict = "oom"

@@ -78,7 +78,8 @@ class Plan:
             "device": {"name": self.device.name, "is_target": self.is_target},
             "model": self.model,
             "order": [
-                {"name": s.name, "use": s.step.use, "requested": s.requested, "phase": s.phase.name.lower(), "moved": s.moved} for s in self.steps
+                {"name": s.name, "use": s.step.use, "requested": s.requested, "phase": s.phase.name.lower(), "moved": s.moved}
+                for s in self.steps
             ],
             "selected": [_selected(step) for step in self.steps],
             "bytes": [{"step": "baseline", "weight_bytes": self.weight_bytes}]
@@ -192,9 +193,7 @@ class _Planner:
         runs_as = f"{step.kind}/{lowered.runs_as}"
         if self.run.downgrade == "forbid":
             self.problems.append(alternatives.refusal(step, lowered, self.target, ranked))
-        self.downgrades.append(
-            Downgrade(step=step.name, requested=step.use, runs_as=runs_as, reason=lowered.reason, alternatives=ranked)
-        )
+        self.downgrades.append(Downgrade(step=step.name, requested=step.use, runs_as=runs_as, reason=lowered.reason, alternatives=ranked))
         return replace(step, use=runs_as, transform=lowered.transform), step.use
 
     def _missing_compiler(self, steps: list[tuple[Step, str]]) -> list[tuple[Step, str]]:
@@ -252,7 +251,11 @@ def nothing_changed(step: Step, receipt: Receipt) -> Problem:
     """A step that would change nothing is an error, with the reasons it gave."""
     reasons = list(dict.fromkeys([*receipt.skipped.values(), *receipt.notes]))
     why = f" ({'; '.join(reasons[:3])})" if reasons else ""
-    return Problem(where=f"step {step.name}", what=f"{step.use} would change nothing{why}", fix=f"drop it with '~steps.{step.name}', or widen its targets")
+    return Problem(
+        where=f"step {step.name}",
+        what=f"{step.use} would change nothing{why}",
+        fix=f"drop it with '~steps.{step.name}', or widen its targets",
+    )
 
 
 def _model(run: Run, loaded: Loaded) -> dict[str, Json]:

@@ -107,7 +107,7 @@ def _against_phases(steps: Sequence[Step]) -> list[Problem]:
             fix=f"drop the after or before between {first} and {second}",
         )
         for first, second in _constraints(steps)
-        if phase(by_name[first]) > phase(by_name[second])
+        if first in by_name and second in by_name and phase(by_name[first]) > phase(by_name[second])
     ]
 
 
