@@ -1,4 +1,4 @@
-"""A second module tree over the same tensors, so that baseline and candidate cost one copy of the weights.
+"""Copies of a module tree that copy no weights: an alias over the same tensors, and the bare structure on meta.
 
 Transforms replace parameters and never write into their storage, therefore the candidate of a run can start as an alias
 of the baseline: what a step leaves alone stays shared, and only what it changes takes new memory.
@@ -7,9 +7,11 @@ of the baseline: what a step leaves alone stays shared, and only what it changes
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def alias(model: nn.Module) -> nn.Module:
@@ -18,9 +20,18 @@ def alias(model: nn.Module) -> nn.Module:
     New objects, because `module.to(...)` rebinds a parameter's data and would reach the original otherwise. Tied
     parameters stay tied in the copy.
     """
+    return _copy(model, lambda tensor: tensor.detach())
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A deep copy of the structure on the meta device: shapes and dtypes without storage, ties kept."""
+    return _copy(model, lambda tensor: torch.empty_like(tensor, device="meta", requires_grad=False))
+
+
+def _copy(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(tensor(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach()
+        memo[id(buffer)] = tensor(buffer)
     return copy.deepcopy(model, memo)
