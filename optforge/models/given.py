@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optforge.errors import Problem
-from optforge.checkpoint import module_digest, require_finite
+from optforge.checkpoint import module_digest, require_finite, require_materialised
+from optforge.errors import ModelError, Problem
 from optforge.models.base import Loaded
 from optforge.share import alias, on_meta
 
