@@ -133,10 +133,9 @@ def _private(place: Path, variable: str, reason: str) -> Path:
 
 
 def _unwritable(place: Path) -> str | None:
-    """Why a folder cannot be written, or None. A folder that is not there is judged by making it."""
+    """Why a folder cannot be written or made, or None. One that is not there is judged by the nearest that is."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        _touch(place)
+        _touch(_existing(place))
     except OSError as error:
         return _reason(error)
     return None
@@ -180,9 +179,9 @@ def _reason(error: OSError) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder at or above `path` that exists."""
+    """`path`, or what exists nearest above it."""
     path = path.absolute()
-    while not path.exists():
+    while not os.path.exists(path):
         path = path.parent
     return path
 

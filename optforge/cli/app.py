@@ -1,0 +1,152 @@
+"""The commands. Typer parses the options that are OptForge's own and hands everything else on, in order, to Hydra.
+
+This file imports nothing heavy: help and completion answer at once, and each command imports what it needs when it is
+called.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from optforge.cli.completion import complete_override
+from optforge.cli.failures import guard
+
+app = typer.Typer(
+    name="optforge",
+    help="Make a PyTorch model faster or smaller from a recipe, and prove by measurement that it is.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PASS_THROUGH = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+"""Options that Typer does not know (`-m`, `--cfg job`) stay in their place among the overrides."""
+
+
+class Noun(str, Enum):
+    """What can be listed."""
+
+    recipes = "recipes"
+    transforms = "transforms"
+    hardware = "hardware"
+    models = "models"
+    workloads = "workloads"
+    backends = "backends"
+    data = "data"
+
+
+# Optional[...], because Typer reads these annotations at run time and the style of `X | None` makes no difference to it
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(
+        metavar="[OVERRIDES]...",
+        help="key=value, such as recipe=llama_fp8 hardware=a100 steps.weights.group_size=64, and Hydra's own flags (-m, --cfg job)",
+        autocompletion=complete_override,
+        show_default=False,
+    ),
+]
+Config = Annotated[Optional[Path], typer.Option("--config", metavar="FILE", help="Repeat a run written by `optforge show`.")]  # noqa: UP045
+Set = Annotated[Optional[list[str]], typer.Option("--set", metavar="STEP.KEY=VALUE", help="Change a step; needs no quotes.")]  # noqa: UP045
+Drop = Annotated[Optional[list[str]], typer.Option("--drop", metavar="STEP", help="Leave a step out.")]  # noqa: UP045
+Add = Annotated[Optional[list[str]], typer.Option("--add", metavar="STEP=KIND/OPTION", help="Add a step.")]  # noqa: UP045
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the log while the command works.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _root() -> None:
+    """A callback keeps `run` a sub-command however many commands there are."""
+
+
+@app.command("run", context_settings=PASS_THROUGH)
+def run(
+    overrides: Overrides = None,
+    config: Config = None,
+    set_: Set = None,
+    drop: Drop = None,
+    add: Add = None,
+    debug: Debug = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a recipe, or several with -m, and write a report.
+
+    Exit codes: 0 done and ok; 1 crashed; 2 something to change; 3 a limit was missed; 130 and 143 interrupted.
+    """
+    with guard(debug=debug):
+        from optforge.cli.run import Request, run_command
+
+        request = Request(
+            argv=tuple(overrides or ()),
+            config=config,
+            set_=tuple(set_ or ()),
+            drop=tuple(drop or ()),
+            add=tuple(add or ()),
+            debug=debug,
+            verbose=verbose,
+            command=_typed(),
+        )
+        raise typer.Exit(run_command(request))
+
+
+@app.command("show", context_settings=PASS_THROUGH)
+def show(
+    overrides: Overrides = None,
+    config: Config = None,
+    set_: Set = None,
+    drop: Drop = None,
+    add: Add = None,
+    origins: Annotated[bool, typer.Option("--origins", help="Say where each value came from.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print the whole resolved run as YAML, for `optforge run --config`."""
+    with guard(debug=debug):
+        from optforge.cli.run import Request
+        from optforge.cli.show import show_command
+
+        request = Request(argv=tuple(overrides or ()), config=config, set_=tuple(set_ or ()), drop=tuple(drop or ()), add=tuple(add or ()))
+        show_command(request, origins=origins)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[Noun, typer.Argument(help="What to list.", show_default=False)], as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """List what can be named in a run, each with one line."""
+    with guard(debug=debug):
+        from optforge.cli.listing import list_command
+
+        list_command(what.value, as_json=as_json)
+
+
+@app.command("doctor")
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Say what this machine has, what is missing, what that costs, and what brings it."""
+    with guard(debug=debug):
+        from optforge.cli.doctor import doctor_command
+
+        raise typer.Exit(doctor_command(as_json=as_json))
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    from optforge import __version__
+
+    typer.echo(__version__)
+
+
+def _typed() -> str:
+    """The command as it was typed, for the report."""
+    return shlex.join(["optforge", *sys.argv[1:]])
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="optforge")

@@ -1,0 +1,61 @@
+"""`optforge list`: the names that a run can use, each with one line."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from optforge import config, registry
+from optforge.cli import tables
+
+GROUPS = {
+    "recipes": "recipe",
+    "transforms": "transform",
+    "hardware": "hardware",
+    "models": "model",
+    "workloads": "workload",
+    "data": "data",
+}
+"""What is typed after `list`, and the config group that holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One name, what it is, and the file or module that it comes from."""
+
+    name: str
+    description: str
+    source: str
+
+
+def list_command(what: str, *, as_json: bool) -> None:
+    """Prints the names of one noun (`recipes`, `backends`, ...)."""
+    rows = _backends() if what == "backends" else _options(GROUPS[what])
+    if as_json:
+        print(json.dumps([vars(row) for row in rows], indent=2))
+    else:
+        tables.show([(row.name, row.description) for row in rows])
+
+
+def _options(group: str) -> list[Row]:
+    return [Row(name=option.name, description=option.description, source=str(option.path)) for option in config.options(group)]
+
+
+def _backends() -> list[Row]:
+    rows = []
+    for name in registry.names("backends"):
+        address = registry.value("backends", name)
+        rows.append(Row(name=name, description=first_line(address.split(":")[0]), source=address))
+    return rows
+
+
+def first_line(module: str) -> str:
+    """The first line of a module's docstring, read without importing the module, which would load torch."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return f"{module} is not installed"
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return text.split("\n", 1)[0]

@@ -1,0 +1,34 @@
+"""Where log lines of a run go: all of them to `optforge.log` in its folder, to the terminal only when asked for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+@contextmanager
+def to_file(path: Path, *, verbose: bool) -> Iterator[None]:
+    """Sends log records and Python warnings to `path` while it is open, and to stderr as well under `verbose`."""
+    handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
+    if verbose:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    root = logging.getLogger()
+    level = root.level
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(FORMAT))
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
