@@ -37,7 +37,7 @@ LAYERS = {
     ),
     2: GROUPS,
     3: ("config", "plan", "engine", "report", "artifact", "preflight", "environment", "rows", "verdicts"),
-    4: ("cli", "api", "lightning"),
+    4: ("cli", "api", "lightning", "__main__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 
@@ -54,6 +54,10 @@ def _modules() -> list[str]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         names.append(".".join(part for part in parts if part != "__init__"))
     return [name for name in names if name]
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _imports(module: str) -> Iterator[str]:
@@ -82,32 +86,32 @@ def _without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _layer(module: str) -> int:
     """The base.py files are contracts, one layer below what keeps to them; -1 for a module that belongs to no layer."""
-    if module.split(".")[0] in GROUPS and module.endswith(".base"):
+    if _top(module) in GROUPS and module.endswith(".base"):
         return 1
-    return LAYER_OF.get(module.split(".")[0], -1)
+    return LAYER_OF.get(_top(module), -1)
 
 
 @pytest.mark.parametrize("module", _modules())
 def test_imports_point_down_the_layers(module: str) -> None:
-    top = module.split(".")[0]
+    top = _top(module)
     assert top in LAYER_OF, f"optforge/{top} belongs to no layer; add it to LAYERS"
     for imported in _imports(module):
-        other = imported.split(".")[0]
+        other = _top(imported)
         assert other in LAYER_OF, f"{module} imports {imported}, which belongs to no layer"
         assert _layer(imported) <= _layer(module), f"{module} imports {imported}, which lies above it"
 
 
-@pytest.mark.parametrize("module", [name for name in _modules() if name.split(".")[0] in GROUPS and not name.endswith(".base")])
+@pytest.mark.parametrize("module", [name for name in _modules() if _top(name) in GROUPS and not name.endswith(".base")])
 def test_files_of_the_second_layer_do_not_know_other_groups(module: str) -> None:
-    strangers = [name for name in _imports(module) if name.split(".")[0] in GROUPS and not name.endswith(".base")]
-    assert [name for name in strangers if name.split(".")[0] != module.split(".")[0]] == []
+    strangers = [name for name in _imports(module) if _top(name) in GROUPS and not name.endswith(".base")]
+    assert [name for name in strangers if _top(name) != _top(module)] == []
 
 
 @pytest.mark.parametrize("module", [name for name in _modules() if _layer(name) == 0])
 def test_the_lowest_layer_knows_only_the_standard_library(module: str) -> None:
     tree = ast.parse(ROOT.joinpath(f"{module}.py").read_text(encoding="utf-8"))
-    names = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    names = {_top(alias.name) for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {_top(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     assert names <= set(sys.stdlib_module_names) | {"optforge"}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -29,7 +29,7 @@ PASS_THROUGH = {"ignore_unknown_options": True, "help_option_names": ["-h", "--h
 """Options that Typer does not know (`-m`, `--cfg job`) stay in their place among the overrides."""
 
 
-class Noun(str, Enum):
+class Noun(StrEnum):
     """What can be listed."""
 
     recipes = "recipes"
@@ -67,6 +67,7 @@ def _root() -> None:
 
 @app.command("run", context_settings=PASS_THROUGH)
 def run(
+    *,
     overrides: Overrides = None,
     config: Config = None,
     set_: Set = None,
@@ -97,6 +98,7 @@ def run(
 
 @app.command("show", context_settings=PASS_THROUGH)
 def show(
+    *,
     overrides: Overrides = None,
     config: Config = None,
     set_: Set = None,

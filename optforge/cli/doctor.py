@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from optforge import __version__, isolate, registry
+from packaging.requirements import Requirement
+
+from optforge import __version__, isolate, registry, toolchain
 from optforge.cli import tables
 from optforge.errors import EXIT_OK, EXIT_USER, ChildFailed
 
@@ -35,8 +37,6 @@ EXTRAS = {
     "dev": "the test suite, the linters and the package build do not run",
 }
 """What the absence of each extra of pyproject.toml costs."""
-
-COMPILERS = ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def _findings() -> Iterator[Finding]:
     yield from map(_package, PACKAGES)
     yield _torch()
     yield from map(_device, registry.names("backends"))
-    yield _cpp_compiler()
+    yield from map(_compiler, ("C++", "C"))
     yield from _extras()
     yield from _assets()
 
@@ -116,7 +116,7 @@ def _device(backend: str) -> Finding:
             state="broken",
             value=str(error),
             cost=f"runs for {backend} hardware use a stand-in",
-            fix="repair the driver, then run optforge doctor again",
+            fix="repair what the message names",
             required=backend == "cpu",
         )
     if found is None:
@@ -134,40 +134,37 @@ def probe_device(backend: str) -> str | None:
     return f"{hardware.description or hardware.name} ({hardware.arch}{memory})"
 
 
-def _cpp_compiler() -> Finding:
-    asked = os.environ.get("CXX")
-    found = shutil.which(asked) if asked else next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found:
-        return Finding(section="compilers", name="C++", state="ok", value=found)
-    return Finding(
-        section="compilers",
-        name="C++",
-        state="missing",
-        value=f"looked for {f'CXX={asked}' if asked else ', '.join(COMPILERS)}",
-        cost="compile steps cannot run on the cpu backend",
-        fix="unset CXX" if asked else "apt-get install g++",
-    )
+def _compiler(language: str) -> Finding:
+    if language == "C++":
+        compiler, variable, package = toolchain.cxx_compiler(), "CXX", "g++"
+        cost = "compile steps cannot run on the cpu backend"
+    else:
+        compiler, variable, package = toolchain.cc_compiler(), "CC", "gcc"
+        cost = "Triton kernels cannot be launched"
+    if compiler.path is not None:
+        return Finding(section="compilers", name=language, state="ok", value=f"{compiler.path} ({compiler.version})")
+    looked = f"looked for {', '.join(compiler.looked_for)}"
+    fix = f"unset {variable}" if variable in os.environ else f"apt-get install {package}"
+    return Finding(section="compilers", name=language, state="missing", value=looked, cost=cost, fix=fix)
 
 
 def _extras() -> Iterator[Finding]:
     for extra, cost in EXTRAS.items():
-        absent = [name for name in extra_packages(extra) if _absent(name)]
+        absent = [requirement for requirement in extra_requirements(extra) if _absent(requirement.name)]
         yield Finding(
             section="extras",
             name=extra,
             state="missing" if absent else "ok",
-            value=f"without {', '.join(absent)}" if absent else "",
+            value=f"without {', '.join(requirement.name for requirement in absent)}" if absent else "",
             cost=cost if absent else "",
-            fix=f"pip install 'optforge[{extra}]'" if absent else "",
+            fix=f"pip install {shlex.join(f'{r.name}{r.specifier}' for r in absent)}" if absent else "",
         )
 
 
-def extra_packages(extra: str) -> list[str]:
-    """The distributions that an extra brings, from the installed package's own metadata."""
-    from packaging.requirements import Requirement
-
+def extra_requirements(extra: str) -> list[Requirement]:
+    """What an extra brings, from the installed package's own metadata."""
     parsed = map(Requirement, requires("optforge") or [])
-    return [r.name for r in parsed if r.marker and r.marker.evaluate({"extra": extra}) and not r.marker.evaluate({"extra": ""})]
+    return [r for r in parsed if r.marker and r.marker.evaluate({"extra": extra}) and not r.marker.evaluate({"extra": ""})]
 
 
 def _absent(distribution: str) -> bool:
