@@ -37,6 +37,8 @@ class Candidate:
 
     name: str
     call: Callable[[], Any]
+    resident_bytes: int = 0
+    """Bytes on the device for this candidate's sake alone; as a baseline's, they are taken off the other's peak."""
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from optforge.models.base import Loaded
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
 
 @runtime_checkable
@@ -24,6 +24,13 @@ class Work(Protocol):
     """Tokens or items that one call processes (decode: new tokens over the whole batch)."""
     calls: int
     """Forward passes in one call (decode: one per new token), for per-step figures."""
+
+    def ready(self, module: nn.Module) -> None:
+        """Prepares for `module` as it is now, untimed: inputs in its dtype, a cache filled with the prompt.
+
+        Called again whenever a step has changed the module; `run` calls it for a module it has not seen.
+        """
+        ...
 
     def run(self, module: nn.Module) -> Any:
         """Does the work once, without gradients. Never synchronizes."""
@@ -58,3 +65,39 @@ class Workload(Protocol):
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> Work:
         """Inputs for the timed calls, on the device."""
         ...
+
+
+def begin_pass(device: torch.device) -> None:
+    """Tells CUDA graphs that a new forward pass begins, so that they may reuse the memory of the one before.
+
+    With each block compiled by itself, PyTorch would otherwise take every block for a new pass and overwrite what the
+    block before it has just returned.
+    """
+    if device.type == "cuda":
+        import torch
+
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def token_ids(loaded: Loaded, data: DataSource, shape: tuple[int, int], device: torch.device, seed: int) -> Tensor:
+    """Token ids from the data set, int64, of `shape` [batch, tokens], on `device`; empty ones on the meta device."""
+    import torch
+
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.int64, device=device)
+    return data.tokens(loaded, shape[0] * shape[1], seed).reshape(shape).to(device)
+
+
+def not_positive(where: str, **sizes: int) -> Iterator[Problem]:
+    """A problem for each size that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            yield Problem(where=f"{where}.{name}", what=f"must be 1 or more, is {size}", fix=f"{where}.{name}=1")
+
+
+def too_long(loaded: Loaded, field: str, tokens: int, more: int = 0) -> Iterator[Problem]:
+    """A problem if `tokens` and the `more` that follow are beyond the positions that the model was made for."""
+    limit = getattr(getattr(loaded.module, "config", None), "max_position_embeddings", None)
+    if limit is not None and tokens + more > limit:
+        what = f"{tokens + more} tokens are more than the {limit} positions of {loaded.name}"
+        yield Problem(where=f"workload.{field}", what=what, fix=f"workload.{field}={max(1, limit - more)}")

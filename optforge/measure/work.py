@@ -1,0 +1,104 @@
+"""Counts what a call must do at least: floating-point operations and bytes moved, from the module itself.
+
+Both are counted on structure alone, so they also work on a meta skeleton and copy no weight. They are the denominators
+of MFU and MBU; a figure that cannot be counted is None, never estimated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from optforge.measure.size import nbytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+
+def count_flops(module: nn.Module, call: Callable[[Callable[..., Any]], Any]) -> int | None:
+    """Floating-point operations of `call(forward)`, where `forward` is the module over fake tensors.
+
+    A multiply-add counts as two; only products and convolutions are counted, attention in full (causal or not), as
+    PyTorch's `FlopCounterMode` does. Fake tensors live on the CPU and hold no data. Returns None, and logs why, for a
+    model that reads values of its tensors.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = _fakes(module)
+    counter = FlopCounterMode(display=False)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, fakes, args, kwargs)
+
+    try:
+        # the fused attention of the CPU has no flop formula; the plain one is made of products, which have
+        with torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), counter:
+            call(forward)
+    except (DataDependentOutputException, NotImplementedError, RuntimeError) as error:
+        log.info("operations of %s cannot be counted without running it: %s", type(module).__name__, error)
+        return None
+    return int(counter.get_total_flops())
+
+
+def _fakes(module: nn.Module) -> dict[str, Tensor]:
+    """An empty tensor for each parameter and buffer, one for each tie; under a FakeTensorMode they hold no data."""
+    import torch
+
+    made: dict[int, Tensor] = {}
+    names: dict[str, Tensor] = {}
+    for source in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in source:
+            if id(tensor) not in made:
+                made[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            names[name] = made[id(tensor)]
+    return names
+
+
+def read_bytes(module: nn.Module, tokens: int) -> int:
+    """Fewest bytes of weights that one forward pass over `tokens` tokens reads, as they are stored.
+
+    Every parameter and buffer counts once, quantized ones in their integer storage with their scales. An embedding
+    counts with the rows that are looked up, unless another module (a tied head) reads the whole of it. Experts of a
+    mixture all count.
+    """
+    from torch import nn
+
+    read_whole: dict[int, Tensor] = {}
+    looked_up: dict[int, tuple[Tensor, int]] = {}
+    for child in module.modules():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if isinstance(child, nn.Embedding):
+            looked_up.update({id(tensor): (tensor, min(tokens, child.num_embeddings)) for tensor in own})
+        else:
+            read_whole.update({id(tensor): tensor for tensor in own})
+    whole = sum(nbytes(tensor) for tensor in read_whole.values())
+    rows = sum(count * nbytes(tensor) // tensor.shape[0] for key, (tensor, count) in looked_up.items() if key not in read_whole)
+    return whole + rows
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the tensors among `tensors`; anything else counts nothing."""
+    import torch
+
+    return sum(nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+_NOT_COMPUTED = ("weight_scale", "weight_zero_point")
+"""Parameters of a quantized layer that stay fp32 whatever dtype the layer computes in."""
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype that the module's first layers take: that of its first floating-point parameter, scales left out."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and name.rpartition(".")[2] not in _NOT_COMPUTED:
+            return parameter.dtype
+    return None
