@@ -13,17 +13,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from optforge import artifact, environment, verdicts
 from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK, OutOfMemory
 from optforge.measure import memory, quality
+from optforge.measure.size import weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan.make import Plan, PlannedStep, make
 from optforge.progress import Progress, SilentProgress
 from optforge.report import store
 from optforge.rows import Applied, Rows, verify
-from optforge.spec import Measurement, QualityResult, Ratio, Report, Run, StepReport
+from optforge.spec import Measure, Measurement, QualityResult, Ratio, Report, Run, StepReport
 
 LOWEST_COMPILED_SQNR_DB = 20.0
 """Below this the compiled program computes something else than the same modules run eagerly."""
@@ -100,8 +102,8 @@ class _Execution:
     def _measured(self) -> nn.Module:
         loaded = self._load()
         self._baselines(loaded)
-        module = self._grow() if self.options.attribution != "ends" else self._all_at_once()
-        if self.options.attribution == "leave_one_out":
+        module = self._grow() if self.fits and self.options.attribution != "ends" else self._all_at_once()
+        if self.fits and self.options.attribution == "leave_one_out":
             self._leave_one_out(module)
         self._conclude(module, loaded)
         return module
@@ -111,16 +113,36 @@ class _Execution:
             loaded: Loaded = self.spec.model.source.load(self.spec.seed)
             self.report.model = {**self.report.model, "digest": loaded.digest, "weights": loaded.weights, "notes": list(loaded.notes)}
         with self.progress.stage(f"place on {self.plan.device.name}"):
-            baseline = self.backend.place(loaded.module.eval())
+            baseline = self._placed(loaded.module.eval())
         device = self.backend.torch_device()
         workload = self.spec.workload.source
         work = workload.prepare(loaded, self.spec.data.source, device, self.spec.seed)
         self.options = self._budgeted()
-        self.rows = Rows(self.plan, baseline, work, workload.example(loaded, device), self.options)
+        example = workload.example(loaded, device if self.fits else torch.device("cpu"))
+        self.rows = Rows(self.plan, baseline, work, example, self.options)
         self.report.workload = {**self.report.workload, "unit": work.unit, "units": work.units}
         return loaded
 
-    def _budgeted(self) -> Any:
+    def _placed(self, module: nn.Module) -> nn.Module:
+        """The baseline on the device; where it does not fit it stays on the CPU, and the report says why it has no figures."""
+        needed, room = weight_bytes(module), self.plan.device.memory_bytes
+        self.fits = room is None or needed <= room
+        if self.fits:
+            try:
+                return self.backend.place(module)
+            except Exception as error:
+                if not self.backend.is_out_of_memory(error):
+                    raise
+                memory.released(error)
+                self.backend.free()
+                self.fits = False
+        self.report.baseline_reason = f"the model as loaded ({needed / 1e9:.1f} GB of weights) does not fit {self.plan.device.name}"
+        if room is not None:
+            self.report.baseline_reason += f" ({room / 1e9:.1f} GB)"
+        self.report.warnings.append(f"no baseline: {self.report.baseline_reason}")
+        return module.to("cpu")
+
+    def _budgeted(self) -> Measure:
         """`measure.budget_s` shared out over the rows."""
         options = self.spec.measure
         if options.budget_s is None:
@@ -133,10 +155,15 @@ class _Execution:
     def _baselines(self, loaded: Loaded) -> None:
         """The model as loaded, then (where the recipe compiles) the same model compiled."""
         rows = self.rows
-        with self.progress.stage("baseline, as loaded"):
-            self.report.baseline = rows.measure(rows.baseline, None, "baseline")
+        self.reference: nn.Module | None = None
+        self.reference_name = "the baseline"
+        self.compiled_ratio: Ratio | None = None
+        if self.fits:
+            self.reference = rows.baseline
+            with self.progress.stage("baseline, as loaded"):
+                self.report.baseline = rows.measure(rows.baseline, None, "baseline")
         self.quality = quality.QualityRun(
-            baseline=rows.baseline,
+            baseline=rows.baseline if self.fits else None,
             loaded=loaded,
             data=self.spec.data.source,
             data_name=self.spec.data.name,
@@ -150,9 +177,7 @@ class _Execution:
                 self.quality.prepare()
         elif self.quality.reason:
             self.report.warnings.append(f"no quality was measured: {self.quality.reason}")
-        self.reference, self.reference_name = rows.baseline, "the baseline"
-        self.compiled_ratio: Ratio | None = None
-        if self.plan.compile is not None:
+        if self.fits and self.plan.compile is not None:
             self._compiled_baseline(self.plan.compile)
         self._write()
 
@@ -182,24 +207,22 @@ class _Execution:
     def _grow(self) -> nn.Module:
         """One row per step, each on top of the rows before it."""
         module, _ = self.rows.fresh()
-        previous: Ratio | None = None
+        previous: Measurement | None = None
         for planned in self.plan.rewrites:
             with self.progress.stage(f"step {planned.name} ({planned.step.use})"):
                 self.rows.lift(module)
-                step, ratio = self._row(module, planned)
-            step.vs_previous = verdicts.product(ratio, verdicts.inverse(previous)) if previous else ratio
-            self._judge_step(step)
+                step = self._row(module, planned, previous)
             if planned.step.keep == "if_faster" and step.verdict != "ok":
                 module = self._drop(step)
             else:
-                previous = ratio
+                previous = step.measured
             self._write()
         if not self.plan.rewrites or (self.report.steps and not self.report.steps[-1].kept):
             self.rows.compile(module)
         return module
 
-    def _row(self, module: nn.Module, planned: PlannedStep) -> tuple[StepReport, Ratio | None]:
-        """Applies one step, compiles, measures, evaluates."""
+    def _row(self, module: nn.Module, planned: PlannedStep, previous: Measurement | None) -> StepReport:
+        """Applies one step, compiles, measures, evaluates, judges."""
         applied = self.rows.apply(module, planned)
         self.applied.append(applied)
         verify(module, self.applied)
@@ -209,7 +232,10 @@ class _Execution:
         step.measured = self._timed(module, planned.name)
         ratio = verdicts.goal_ratio(self.goal, step.measured, self._reference_measurement)
         self._compare(step, ratio)
-        return step, ratio
+        step.vs_previous = verdicts.step_ratio(self.goal, step.measured, previous, ratio)
+        step.verdict = verdicts.judge(step.vs_previous, step.quality)
+        step.reason = verdicts.sentence(step.verdict, step.vs_previous, "the row before", self.goal, step.quality)
+        return step
 
     def _timed(self, module: nn.Module, name: str) -> Measurement:
         """Compiles a row's tree as the recipe asks and times it against the reference."""
@@ -231,13 +257,15 @@ class _Execution:
         return module
 
     def _all_at_once(self) -> nn.Module:
-        """`attribution: ends`: every step, one row."""
+        """`attribution: ends`, or a baseline that does not fit: every step, one row."""
+        why = "measure.attribution: ends" if self.fits else "the rows before it do not fit the device"
         with self.progress.stage("all steps"):
             module, self.applied = self.rows.fresh(self.plan.rewrites)
             verify(module, self.applied)
+            module = self.backend.place(module)
             for applied in self.applied:
                 step = self._step_report(applied.planned, applied)
-                step.verdict, step.reason = None, "not measured alone (measure.attribution: ends)"
+                step.verdict, step.reason = None, f"not measured alone ({why})"
                 self.report.steps.append(step)
             if self.applied:
                 last = self.report.steps[-1]
@@ -255,9 +283,10 @@ class _Execution:
             with self.progress.stage(f"without {planned.name}"):
                 without, _ = self.rows.fresh([other for other in kept if other is not planned])
                 self.rows.compile(without)
-                measured = self.rows.measure(module, without, f"without {planned.name}")
+                alone = self.rows.measure(without, None, f"without {planned.name}")
+                measured = self.rows.measure(module, without, "all steps")
             step = next(step for step in self.report.steps if step.name == planned.name)
-            step.without = verdicts.goal_ratio(self.goal, measured, self.rows.measured_weights(without))
+            step.without = verdicts.goal_ratio(self.goal, measured, alone)
             self._write()
 
     # --- what a row is judged by ---------------------------------------------------------------------------------
@@ -269,10 +298,6 @@ class _Execution:
         else:
             step.vs_compiled_baseline = ratio
             step.vs_baseline = verdicts.product(ratio, self.compiled_ratio)
-
-    def _judge_step(self, step: StepReport) -> None:
-        step.verdict = verdicts.judge(step.vs_previous, step.quality)
-        step.reason = verdicts.sentence(step.verdict, step.vs_previous, "the row before", self.goal, step.quality)
 
     def _quality(self, module: nn.Module, name: str) -> QualityResult | None:
         if not self.spec.quality.enabled or self.quality.reason is not None:
@@ -339,8 +364,8 @@ class _Execution:
 
     @property
     def _baseline(self) -> Measurement:
-        assert self.report.baseline is not None
-        return self.report.baseline
+        """The model as loaded; where it does not fit, all that is known of it is the size of its weights."""
+        return self.report.baseline or Measurement(weight_bytes=self.plan.weight_bytes)
 
     @property
     def _reference_measurement(self) -> Measurement:
@@ -402,6 +427,6 @@ class _Execution:
         self.report.reason = f"{self.plan.device.name} ran out of memory"
         if self.report.steps and self.report.steps[-1].verdict == "incomplete":
             self.report.steps[-1].verdict = "oom"
-        memory.release(error)
+        memory.released(error)
         self.backend.free()
         return True

@@ -16,7 +16,7 @@ from torch import nn
 
 from optforge.backends.base import Candidate
 from optforge.errors import PlanError, StepError
-from optforge.measure.size import weight_bytes
+from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.measure.utilization import mbu, mfu
 from optforge.plan.make import Plan, PlannedStep, nothing_changed
 from optforge.share import alias
@@ -86,7 +86,9 @@ class Rows:
     def measure(self, module: nn.Module, reference: nn.Module | None, name: str) -> Measurement:
         """Time and memory of a tree on the workload, in rounds that alternate with `reference`."""
         candidate = Candidate(name=name, call=lambda: self.work.run(module))
-        against = None if reference is None else Candidate(name="baseline", call=lambda: self.work.run(reference))
+        against = None
+        if reference is not None:
+            against = Candidate(name="baseline", call=lambda: self.work.run(reference), resident_bytes=_only_in(reference, module))
         measured = self.plan.backend.measure(candidate, against, self.options)
         return self._shares(measured, module)
 
@@ -115,6 +117,12 @@ class Rows:
         reference, found = eager_output.double(), output.double()
         noise = (found - reference).pow(2).sum()
         return float("inf") if noise == 0 else float(10 * torch.log10(reference.pow(2).sum() / noise))
+
+
+def _only_in(reference: nn.Module, module: nn.Module) -> int:
+    """Bytes of the reference's tensors that `module` does not share: resident for the comparison's sake alone."""
+    shared = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(module)}
+    return sum(nbytes(tensor) for _, tensor in tensors(reference) if tensor.untyped_storage().data_ptr() not in shared)
 
 
 def verify(module: nn.Module, applied: Sequence[Applied]) -> None:

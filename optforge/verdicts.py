@@ -33,6 +33,19 @@ def goal_ratio(goal: str, row: Measurement, reference: Measurement) -> Ratio | N
     return Ratio(value=value, low=value, high=value, unit=goal)
 
 
+def step_ratio(goal: str, row: Measurement, previous: Measurement | None, against_reference: Ratio | None) -> Ratio | None:
+    """How many times better a row is than the row before it.
+
+    Both were timed against one reference in rounds of their own, so the drift between the two sets cancels. Without a row
+    before it, the reference itself is what came before.
+    """
+    if previous is None or against_reference is None:
+        return against_reference
+    if goal in ("latency", "throughput"):
+        return timing.compare(previous, row)
+    return goal_ratio(goal, row, previous)
+
+
 def product(first: Ratio | None, second: Ratio | None) -> Ratio | None:
     """The ratio a/c from a/b and b/c; independent errors add in quadrature on the logarithm."""
     if first is None or second is None:
@@ -41,13 +54,6 @@ def product(first: Ratio | None, second: Ratio | None) -> Ratio | None:
     down = math.hypot(math.log(first.value / first.low), math.log(second.value / second.low))
     up = math.hypot(math.log(first.high / first.value), math.log(second.high / second.value))
     return Ratio(value=value, low=value * math.exp(-down), high=value * math.exp(up), unit=first.unit)
-
-
-def inverse(ratio: Ratio | None) -> Ratio | None:
-    """The ratio b/a from a/b."""
-    if ratio is None:
-        return None
-    return Ratio(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low, unit=ratio.unit)
 
 
 def judge(ratio: Ratio | None, quality: QualityResult | None) -> str:

@@ -129,8 +129,7 @@ def make(run: Run) -> Plan:
     if problems or ordered is None or chosen is None:
         raise PlanError(*problems)
     target, device = chosen
-    plan = _Planner(run, target, device.hardware, device.backend, device.is_target).plan(ordered)
-    return plan
+    return _Planner(run, target, device.hardware, device.backend, device.is_target).plan(ordered)
 
 
 def _collect(problems: list[Problem], call: Callable[[], Any]) -> Any:
@@ -158,7 +157,7 @@ class _Planner:
         if self.problems:
             raise PlanError(*self.problems)
         self.load = roofline.load_of(workload)
-        example = workload.example(loaded, torch.device("meta"))
+        self.example = example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
         baseline = self._predict(loaded.module)
         steps = self._missing_compiler([self._lowered(step, loaded.module) for step in ordered.steps])
@@ -189,7 +188,7 @@ class _Planner:
         lowered = step.transform.lower(self.target)
         if lowered is None:
             return step, step.use
-        ranked = alternatives.alternatives(step, module, self.load, self.target, dtype=self.dtype)
+        ranked = alternatives.alternatives(step, module, self.load, self.target, dtype=self.dtype, example=self.example)
         runs_as = f"{step.kind}/{lowered.runs_as}"
         if self.run.downgrade == "forbid":
             self.problems.append(alternatives.refusal(step, lowered, self.target, ranked))
@@ -239,7 +238,7 @@ class _Planner:
         )
 
     def _predict(self, module: nn.Module) -> dict[str, Json]:
-        return asdict(roofline.predict(module, self.load, self.target, dtype=self.dtype))
+        return asdict(roofline.predict(module, self.load, self.target, dtype=self.dtype, example=self.example))
 
     @property
     def dtype(self) -> str:

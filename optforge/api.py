@@ -1,0 +1,133 @@
+"""OptForge from Python: the same engine as the command line, on a module that already lives in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optforge import artifact, config, engine
+from optforge.models.given import GivenModel, as_example
+from optforge.progress import Progress
+from optforge.spec import Part, Report, Run
+from optforge.transforms.base import Context, Receipt
+
+
+def optimize(
+    model: nn.Module,
+    recipe: str | Path,
+    *,
+    hardware: str = "auto",
+    example: Any = None,
+    tokenizer: Any = None,
+    trained: bool = True,
+    overrides: Sequence[str] = (),
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[nn.Module, Report]:
+    """Applies a recipe to `model`, measures every step against the model as given, and returns both results.
+
+    Args:
+        model: any module, in the dtype it should run in. It is not changed: the result shares the tensors that no step
+            replaced.
+        recipe: a recipe's name, or the path of a recipe file.
+        hardware: a profile's name; `auto` is the best device of this machine.
+        example: one example of the arguments: a tensor, a tuple of arguments, or a dict of keywords. Language models of
+            transformers need none.
+        tokenizer: for quality on text and the two generations, where the model is a language model.
+        trained: False for random weights, on which no quality is claimed.
+        overrides: as on the command line: `steps.weights.group_size=64`, `workload=decode`, `quality.tokens=8192`.
+        folder: where report.json, report.md, report.html and a saved artifact go; nothing is written without it.
+
+    Returns:
+        The optimized module, on the device that ran it, compiled where the recipe compiles, and the report.
+
+    Raises:
+        UserError: something must be changed first; each problem says what to type.
+    """
+    run = _run(model, recipe, hardware, example, tokenizer, trained, overrides)
+    target = Path(folder) if folder is not None else None
+    if target is not None:
+        target.mkdir(parents=True, exist_ok=True)
+    outcome = engine.run(engine.plan(run), folder=target, progress=progress)
+    if outcome.module is None:
+        raise engine.not_finished(outcome.report)
+    return outcome.module, outcome.report
+
+
+def apply(
+    model: nn.Module,
+    recipe: str | Path,
+    *,
+    hardware: str = "auto",
+    example: Any = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Receipt]:
+    """Rewrites `model` in place as the recipe says, without measuring anything. For production.
+
+    Arguments are those of `optimize`. The model should already be on the device that will run it.
+
+    Returns:
+        Each step's receipt by the step's name.
+
+    Raises:
+        UserError: something must be changed first; the model is untouched then.
+    """
+    run = _run(model, recipe, hardware, example, None, True, overrides)
+    plan = engine.plan(run)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    workload = run.workload.source
+    receipts: dict[str, Receipt] = {}
+    with torch.no_grad():
+        for planned in plan.steps:
+            ctx = Context(
+                step=planned.name,
+                target=plan.target,
+                device=plan.device,
+                backend=plan.backend,
+                workload=run.workload.kind,
+                uses_cache=workload.uses_cache,
+                seed=run.seed,
+                example=workload.example(run.model.source.live(), device),
+            )
+            receipts[planned.name] = planned.step.transform.apply(model, ctx)
+    return receipts
+
+
+def load(run_dir: str | Path, *, compile: bool = False, trust: bool = False) -> nn.Module:
+    """The optimized model that a run with `save=true` left in its folder, bit for bit.
+
+    Args:
+        run_dir: a run's folder, or its `artifact/` folder.
+        compile: apply the recipe's compile step too; the uncompiled module is the bit-exact one.
+        trust: allow the run's own callables (`model.factory`) to be imported.
+
+    Raises:
+        ModelError: the artifact is missing, truncated or was changed.
+        TrustError: it names a callable and `trust` is False.
+    """
+    return artifact.load(Path(run_dir), compile=compile, trust=trust)
+
+
+def _run(model: nn.Module, recipe: str | Path, hardware: str, example: Any, tokenizer: Any, trained: bool, overrides: Sequence[str]) -> Run:
+    """The configuration composed as on the command line, with the live module in the model's place."""
+    source = GivenModel(module=model, example=as_example(example), tokenizer=tokenizer, trained=trained)
+    defaults: Mapping[str, str] = (
+        {"workload": "prefill", "data": "wikipedia" if tokenizer is not None else "random_tokens"}
+        if source.family == "causal_lm"
+        else {"workload": "forward", "data": "inputs"}
+    )
+    chosen = {entry.split("=", 1)[0] for entry in overrides}
+    argv = [
+        f"recipe={recipe}",
+        f"hardware={hardware}",
+        *(f"{key}={value}" for key, value in defaults.items() if key not in chosen),
+        *overrides,
+    ]
+    run = config.compose(config.parse(argv, cwd=Path.cwd()), cwd=Path.cwd())
+    part = Part(name=type(model).__name__, kind="given", options={}, source=source)
+    return replace(run, model=part, command="optforge.optimize")
