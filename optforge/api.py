@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from optforge import artifact, config, engine
+from optforge.errors import OutOfMemory
 from optforge.models.given import GivenModel, as_example
 from optforge.progress import Progress
 from optforge.spec import Part, Report, Run
@@ -49,13 +50,14 @@ def optimize(
     Raises:
         UserError: something must be changed first; each problem says what to type.
     """
-    run = _run(model, recipe, hardware, example, tokenizer, trained, overrides)
+    source = GivenModel(module=model, example=as_example(example), tokenizer=tokenizer, trained=trained)
+    run = _run(source, recipe, hardware, overrides)
     target = Path(folder) if folder is not None else None
     if target is not None:
         target.mkdir(parents=True, exist_ok=True)
     outcome = engine.run(engine.plan(run), folder=target, progress=progress)
     if outcome.module is None:
-        raise engine.not_finished(outcome.report)
+        raise OutOfMemory(outcome.report.reason)
     return outcome.module, outcome.report
 
 
@@ -77,7 +79,8 @@ def apply(
     Raises:
         UserError: something must be changed first; the model is untouched then.
     """
-    run = _run(model, recipe, hardware, example, None, True, overrides)
+    source = GivenModel(module=model, example=as_example(example))
+    run = _run(source, recipe, hardware, overrides)
     plan = engine.plan(run)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     workload = run.workload.source
@@ -92,7 +95,7 @@ def apply(
                 workload=run.workload.kind,
                 uses_cache=workload.uses_cache,
                 seed=run.seed,
-                example=workload.example(run.model.source.live(), device),
+                example=workload.example(source.live(), device),
             )
             receipts[planned.name] = planned.step.transform.apply(model, ctx)
     return receipts
@@ -113,11 +116,10 @@ def load(run_dir: str | Path, *, compile: bool = False, trust: bool = False) -> 
     return artifact.load(Path(run_dir), compile=compile, trust=trust)
 
 
-def _run(model: nn.Module, recipe: str | Path, hardware: str, example: Any, tokenizer: Any, trained: bool, overrides: Sequence[str]) -> Run:
+def _run(source: GivenModel, recipe: str | Path, hardware: str, overrides: Sequence[str]) -> Run:
     """The configuration composed as on the command line, with the live module in the model's place."""
-    source = GivenModel(module=model, example=as_example(example), tokenizer=tokenizer, trained=trained)
     defaults: Mapping[str, str] = (
-        {"workload": "prefill", "data": "wikipedia" if tokenizer is not None else "random_tokens"}
+        {"workload": "prefill", "data": "wikipedia" if source.tokenizer is not None else "random_tokens"}
         if source.family == "causal_lm"
         else {"workload": "forward", "data": "inputs"}
     )
@@ -129,5 +131,5 @@ def _run(model: nn.Module, recipe: str | Path, hardware: str, example: Any, toke
         *overrides,
     ]
     run = config.compose(config.parse(argv, cwd=Path.cwd()), cwd=Path.cwd())
-    part = Part(name=type(model).__name__, kind="given", options={}, source=source)
+    part = Part(name=type(source.module).__name__, kind="given", options={}, source=source)
     return replace(run, model=part, command="optforge.optimize")

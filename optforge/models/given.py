@@ -59,6 +59,10 @@ class GivenModel:
     def skeleton(self) -> Loaded:
         return self._loaded(on_meta(self.module), None)
 
+    def live(self) -> Loaded:
+        """The caller's own module, to be rewritten in place."""
+        return self._loaded(self.module, None)
+
     def load(self, seed: int = 0) -> Loaded:
         require_finite(self.module.named_parameters(), "model")
         return self._loaded(alias(self.module), module_digest(self.module))
