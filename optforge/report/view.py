@@ -1,0 +1,318 @@
+"""What a report says, in words and rows, before any of it is drawn.
+
+The terminal, the Markdown file and the page must not disagree about the verdict or about what was measured and what
+was predicted, so the sentences and the rows are made here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from optforge.report import figures
+from optforge.spec import Json, Measurement, QualityResult, Ratio, Report, StepReport
+
+BADGES = {
+    "ok": "Gain proven",
+    "no_gain": "No gain",
+    "regression": "Regression",
+    "failed_quality": "Quality missed",
+    "failed": "Failed",
+    "oom": "Out of memory",
+    "incomplete": "Incomplete",
+}
+GOOD, NEUTRAL, BAD = "good", "neutral", "bad"
+TONES = {"ok": GOOD, "no_gain": NEUTRAL, "incomplete": NEUTRAL}
+UNFINISHED = {
+    "no_gain": "No measurable gain",
+    "failed": "The run failed",
+    "oom": "The run ran out of memory",
+    "incomplete": "The run is not finished: there is no verdict yet",
+}
+WORDS = {"memory": ("less peak memory", "more peak memory"), "size": ("smaller", "larger")}
+"""unit of a Ratio -> words for better and worse; any other unit is about time: faster, slower."""
+QUALITY = {
+    "perplexity": "Perplexity",
+    "kl": "KL of logits",
+    "agreement": "Top-1 agreement with the baseline",
+    "top1": "Top-1 accuracy",
+    "sqnr_db": "SQNR of logits, dB",
+    "metric": "Own metric",
+}
+
+
+def device_name(report: Report) -> str:
+    return str(report.device.get("name") or "an unknown device")
+
+
+def target_name(report: Report) -> str:
+    return str(report.target.get("name") or "an unknown target")
+
+
+def is_stand_in(report: Report) -> bool:
+    return report.device.get("is_target") is False
+
+
+def measured_label(report: Report) -> str:
+    """The label of every measured figure: `measured on cpu`."""
+    return f"measured on {device_name(report)}"
+
+
+def predicted_label(report: Report) -> str:
+    """The label of every figure that was not measured: `predicted for a100`."""
+    return f"predicted for {target_name(report)}"
+
+
+def provenance(report: Report) -> str:
+    """Where the measured figures come from, and what that device stands in for."""
+    label = measured_label(report)
+    return f"{label}, a stand-in for {target_name(report)}" if is_stand_in(report) else label
+
+
+def main_ratio(report: Report) -> tuple[Ratio | None, str]:
+    """The ratio that the verdict is about, and the name of what it compares with."""
+    compiled = report.speedup.get("vs_compiled_baseline")
+    if compiled is not None:
+        return compiled, "the compiled baseline"
+    return report.speedup.get("vs_baseline"), "the baseline as loaded"
+
+
+def compared(ratio: Ratio) -> str:
+    """`1.46x faster` or `1.18x slower`; a ratio below one is told the other way round."""
+    better, worse = WORDS.get(ratio.unit, ("faster", "slower"))
+    if not figures.exists(ratio.value) or ratio.value <= 0:
+        return "not comparable"
+    return f"{ratio.value:.2f}x {better}" if ratio.value >= 1 else f"{1 / ratio.value:.2f}x {worse}"
+
+
+def headline(report: Report) -> str:
+    """The verdict in one short plain phrase."""
+    ratio, against = main_ratio(report)
+    plainly = f"{compared(ratio)} than {against}" if ratio else ""
+    if report.verdict == "no_gain" and ratio:
+        return f"No measurable gain over {against}: {figures.ratio(ratio)}"
+    if report.verdict == "failed_quality":
+        return f"A quality limit was missed; {plainly}" if plainly else "A quality limit was missed"
+    if report.verdict in ("ok", "regression"):
+        return plainly or BADGES[report.verdict]
+    return UNFINISHED.get(report.verdict, report.verdict)
+
+
+def details(report: Report) -> list[str]:
+    """What belongs right beside the verdict: quality, interval, where it was measured, why it failed."""
+    ratio, _ = main_ratio(report)
+    lines = []
+    if ratio is not None and report.verdict != "no_gain":
+        lines.append(f"95% interval {ratio.low:.2f}x to {ratio.high:.2f}x")
+    lines += quality_phrases(report.quality)
+    if report.baseline or report.optimized or report.steps:
+        lines.append(provenance(report))
+    return lines
+
+
+def quality_phrases(quality: QualityResult | None) -> list[str]:
+    """The quality difference in a few words each: `perplexity +0.7%`."""
+    if quality is None:
+        return ["quality not measured"]
+    found = []
+    if figures.exists(quality.perplexity_increase):
+        found.append(f"perplexity {figures.percent(quality.perplexity_increase, signed=True)}")
+    if quality.top1_drop is not None and figures.exists(quality.top1_drop):
+        found.append(f"top-1 {figures.percent(-quality.top1_drop, signed=True)}")
+    if not found and figures.exists(quality.agreement):
+        found.append(f"{figures.percent(quality.agreement)} of answers agree")
+    return found or ["quality not measured"]
+
+
+def reasons(report: Report) -> list[str]:
+    """What explains the verdict beyond its figures: limits that were missed, what stopped the run."""
+    missed = list(report.quality.missed) if report.quality else []
+    judged = main_ratio(report)[0] is not None or bool(missed)  # then `reason` repeats the figures
+    return missed if judged or not report.reason else [report.reason]
+
+
+def verdict_line(report: Report) -> str:
+    """The verdict in one line, as the terminal ends with it."""
+    return "; ".join([", ".join([headline(report), *details(report)]), *reasons(report)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured row: a baseline or a step, in the order they build on each other."""
+
+    name: str
+    use: str
+    verdict: str = ""
+    reason: str = ""
+    measured: Measurement | None = None
+    vs_previous: Ratio | None = None
+    vs_reference: Ratio | None = None
+    quality: QualityResult | None = None
+    kept: bool = True
+    seconds: float | None = None
+
+    @property
+    def p50_ms(self) -> float | None:
+        value = self.measured.latency_ms.get("p50") if self.measured else None
+        return value if figures.exists(value) else None
+
+    @property
+    def speed(self) -> str:
+        """Throughput with its unit, or n/a."""
+        if self.measured is None:
+            return figures.NONE
+        if figures.exists(self.measured.tokens_per_s):
+            return f"{figures.significant(self.measured.tokens_per_s or 0)} tok/s"
+        return f"{figures.significant(self.measured.items_per_s)} items/s" if self.measured.items_per_s is not None else figures.NONE
+
+
+def rows(report: Report) -> list[Row]:
+    """Baseline, then each step; the compiled baseline is the row of the compile step, or one of its own."""
+    found = [Row(name="baseline", use="the model as loaded", measured=report.baseline, reason=report.baseline_reason or "")]
+    if report.compiled_baseline is not None and not any(step.kind == "compile" and step.measured for step in report.steps):
+        found.append(Row(name="compiled baseline", use="the same model, compiled", measured=report.compiled_baseline))
+    return found + [_step_row(step) for step in report.steps]
+
+
+def _step_row(step: StepReport) -> Row:
+    return Row(
+        name=step.name,
+        use=step.use,
+        verdict=step.verdict or "",
+        reason=step.reason,
+        measured=step.measured,
+        vs_previous=step.vs_previous,
+        vs_reference=step.vs_compiled_baseline or step.vs_baseline,
+        quality=step.quality,
+        kept=step.kept,
+        seconds=step.seconds,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityLine:
+    """One quality figure beside the baseline's."""
+
+    name: str
+    baseline: str
+    optimized: str
+    difference: str = ""
+
+
+def quality_lines(quality: QualityResult | None) -> list[QualityLine]:
+    """Every quality figure that exists."""
+    if quality is None:
+        return []
+    differences = {
+        "perplexity": figures.percent(quality.perplexity_increase, signed=True),
+        "top1": figures.percent(None if quality.top1_drop is None else -quality.top1_drop, signed=True),
+    }
+    found = []
+    for key, name in QUALITY.items():
+        value = getattr(quality, key)
+        if figures.exists(value):
+            before = figures.named(key, getattr(quality, f"baseline_{key}", None)) if hasattr(quality, f"baseline_{key}") else ""
+            kind = f" ({quality.kl_kind})" if key == "kl" and quality.kl_kind else ""
+            found.append(
+                QualityLine(name=name + kind, baseline=before, optimized=figures.named(key, value), difference=differences.get(key, ""))
+            )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """One limit of the recipe against what was measured. `used` is the share of the limit that is used up (1 = at it)."""
+
+    name: str
+    bound: str
+    value: str
+    used: float | None
+    missed: bool
+
+
+def limits(report: Report) -> list[Limit]:
+    """Each `max_*` and `min_*` limit of the recipe; the value is n/a where it was not measured."""
+    return [_limit(str(key), bound, report.quality) for key, bound in dict(report.recipe.get("limits") or {}).items()]
+
+
+def _limit(key: str, bound: float, quality: QualityResult | None) -> Limit:
+    side, name = key.split("_", 1) if "_" in key else ("", key)
+    value = getattr(quality, name, None) if quality is not None else None
+    text = figures.named(name, value)
+    if not isinstance(value, int | float) or not figures.exists(value):
+        return Limit(name=name.replace("_", " "), bound=_bound(side, name, bound), value=text, used=None, missed=False)
+    at_least = side == "min"
+    used = (bound / value if value > 0 else 2.0) if at_least else (max(value, 0.0) / bound if bound > 0 else 2.0 * (value > bound))
+    missed = value < bound if at_least else value > bound
+    return Limit(name=name.replace("_", " "), bound=_bound(side, name, bound), value=text, used=used, missed=missed)
+
+
+def _bound(side: str, name: str, bound: float) -> str:
+    words = {"max": "at most", "min": "at least"}.get(side, "limit")
+    return f"{words} {figures.named(name, bound)}"
+
+
+def energy_per_token_j(measured: Measurement | None) -> float | None:
+    """Joules per token; `energy_j` is that of one call, and a call's tokens are its throughput times its time."""
+    if measured is None or measured.energy_j is None or measured.tokens_per_s is None:
+        return None
+    p50 = measured.latency_ms.get("p50")
+    tokens = measured.tokens_per_s * p50 / 1000 if p50 else 0
+    return measured.energy_j / tokens if tokens > 0 else None
+
+
+def alternatives(report: Report) -> list[dict[str, Json]]:
+    """What could run instead of what was downgraded, best prediction first, each once."""
+    found: dict[str, dict[str, Json]] = {}
+    for downgrade in report.downgrades:
+        for item in downgrade.alternatives:
+            found.setdefault(str(item.get("use")), {**item, "step": downgrade.step})
+    return sorted(found.values(), key=lambda item: -(item.get("predicted_speedup") or 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One row of the target's roofline. None of its figures was measured."""
+
+    name: str
+    time: str
+    speed: str
+    bound: str
+    weights: str
+
+
+def predicted_rows(report: Report) -> list[Predicted]:
+    """The target's roofline for the baseline and after each step, where it could be made."""
+    named = [("baseline", report.predicted.get("baseline"))]
+    named += [(str(step.get("name")), step) for step in report.predicted.get("steps") or []]
+    return [_predicted_row(name, values) for name, values in named if isinstance(values, Mapping)]
+
+
+def _predicted_row(name: str, values: Mapping[str, Json]) -> Predicted:
+    rates = [figures.named(key, values[key]) for key in ("tokens_per_s", "items_per_s") if values.get(key) is not None]
+    return Predicted(
+        name=name,
+        time=figures.milliseconds(values.get("latency_ms")),
+        speed=rates[0] if rates else figures.NONE,
+        bound=str(values.get("bound") or figures.NONE),
+        weights=figures.nbytes(values.get("weight_bytes")),
+    )
+
+
+def predicted_notes(report: Report) -> list[str]:
+    """How the prediction was made, and why it is missing where it is."""
+    values = report.predicted.get("baseline")
+    values = values if isinstance(values, Mapping) else {}
+    return [str(note) for note in (values.get("basis"), values.get("reason"), *(values.get("notes") or [])) if note]
+
+
+def flat(values: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, Json]]:
+    """Dotted key and value of every leaf of a nested mapping; lists of mappings are numbered."""
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            yield from flat(value, name)
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            yield from flat({str(index + 1): item for index, item in enumerate(value)}, name)
+        else:
+            yield name, value
