@@ -1,0 +1,99 @@
+"""What else would help on a target that lacks the units for a step, ranked by the roofline without applying anything.
+
+A user who asks for fp8 on an A100 should learn in the same breath that int8 has matrix units there. So each option of
+`quantize` is put on the step's linears as a scheme only, and the predicted times are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from optforge.errors import Problem, SelectorError
+from optforge.measure.utilization import CUDA_UNITS, compute_capability, has_units, peak
+from optforge.plan.operations import Example, Load, linear_shape
+from optforge.plan.roofline import predict, product_dtype, speedup
+from optforge.select import select
+from optforge.spec import Hardware, Json, Scheme, Step
+from optforge.transforms.base import Lowered
+from optforge.transforms.quantize import SCHEMES
+
+
+def alternatives(
+    step: Step, module: nn.Module, load: Load, hardware: Hardware, *, dtype: str, example: Example | None = None
+) -> list[dict[str, Json]]:
+    """The options that `hardware` runs as written in place of `step`, the one with the highest predicted speedup first.
+
+    Each is `{use, predicted_speedup, native, note}`. The speedup is against `module` as it is; null where the profile has no
+    peaks, and the order is then `SCHEMES`' own. `native` tells whether the product itself runs in the low precision, or only
+    the storage does. Steps of other kinds than `quantize` have no alternatives here.
+
+    Args:
+        step: the quantize step that the target cannot run as written.
+        module: the model before the step; meta will do.
+    """
+    if step.kind != "quantize":
+        return []
+    linears = _linears(step, module)
+    before = predict(module, load, hardware, dtype=dtype, example=example)
+    asked = step.use.partition("/")[2]
+    found: list[dict[str, Json]] = []
+    for option, scheme in SCHEMES.items():
+        if option == asked or (scheme.activation_dtype and not has_units(hardware, scheme.activation_dtype)):
+            continue
+        schemes = {name: scheme for name, linear in linears.items() if _fits(linear, scheme)}
+        after = predict(module, load, hardware, dtype=dtype, schemes=schemes, example=example)
+        found.append(
+            {
+                "use": f"quantize/{option}",
+                "predicted_speedup": speedup(before, after),
+                "native": scheme.activation_dtype is not None,
+                "note": _note(hardware, scheme, dtype),
+            }
+        )
+    return sorted(found, key=lambda item: (-(item["predicted_speedup"] or 0.0), not item["native"]))
+
+
+def refusal(step: Step, lowered: Lowered, hardware: Hardware, ranked: Sequence[Mapping[str, Json]]) -> Problem:
+    """Why `downgrade: forbid` refuses `step` on `hardware`, and what to use instead, best prediction first."""
+    names = [str(item["use"]).partition("/")[2] for item in ranked]
+    listed = f"alternatives: {', '.join(names)}" if names else "no other option runs there"
+    scheme = SCHEMES.get(lowered.requested)
+    needed = scheme.activation_dtype if scheme else None
+    return Problem(where=f"step {step.name}", what=lacks(hardware, needed) if needed else lowered.reason, fix=listed)
+
+
+def lacks(hardware: Hardware, dtype: str) -> str:
+    """Says that `hardware` has no `dtype` units, in terms of compute capability where that decides it."""
+    capability = compute_capability(hardware)
+    if capability is None or dtype not in CUDA_UNITS or capability >= CUDA_UNITS[dtype]:
+        return f"{hardware.name} has no {dtype} matrix units"
+    have, need = (".".join(map(str, pair)) for pair in (capability, CUDA_UNITS[dtype]))
+    return f"{hardware.name} has compute capability {have}, {dtype} matmul needs {need}+"
+
+
+def _linears(step: Step, module: nn.Module) -> dict[str, nn.Module]:
+    """The linears that the step selects; none where its selectors are wrong, which the step itself then reports."""
+    targets, ignore = getattr(step.transform, "targets", ["Linear"]), getattr(step.transform, "ignore", [])
+    try:
+        chosen = select(module, targets, ignore, step=step.name, eligible=lambda _, child: linear_shape(child) is not None, strict=False)
+    except SelectorError:
+        return {}
+    return chosen.chosen
+
+
+def _fits(linear: nn.Module, scheme: Scheme) -> bool:
+    """Whether the groups of the scheme divide the layer's inputs."""
+    shape = linear_shape(linear)
+    return shape is not None and (scheme.group_size is None or shape[0] % scheme.group_size == 0)
+
+
+def _note(hardware: Hardware, scheme: Scheme, dtype: str) -> str:
+    """What the option does there, in one phrase."""
+    if scheme.activation_dtype is None:
+        product = product_dtype(hardware, scheme, dtype) or dtype
+        return f"weights in {scheme.weight_bits} bits, products in {product}"
+    limit = peak(hardware, scheme.activation_dtype)
+    rate = f" at {limit / 1e12:g} TOP/s" if limit else ""
+    return f"{hardware.name} has {scheme.activation_dtype} matrix units{rate}"
