@@ -133,26 +133,27 @@ def lift(model: nn.Module, backend: Backend) -> None:
 
 
 def graph_break(error: BaseException) -> Problem | None:
-    """A graph break refused under `fullgraph`, told by the file and line of the model; None for any other error."""
-    from torch._dynamo.exc import Unsupported
+    """What stopped a compile under `fullgraph`, told by the file and line of the model; None for an error that is not
+    the tracer's."""
+    from torch._dynamo.exc import TorchDynamoException
 
-    if not isinstance(error, Unsupported):
+    if not isinstance(error, TorchDynamoException):
         return None
-    frames = list(error.real_stack or ())
-    place = f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else ""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = list(getattr(error, "real_stack", None) or ())
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the compiler's tracer"
+    line = f" at '{frames[-1].line.strip()}'" if frames and frames[-1].line else ""
+    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     return Problem(
-        where=place,
-        what=f"the graph breaks here and fullgraph is true: {reason}",
-        fix="write it without a value read on the host, or set fullgraph=false and accept the break",
+        where=where,
+        what=f"fullgraph is true and the graph breaks{line}: {reason}",
+        fix="take the value read on the host out of forward, or set fullgraph=false and accept the break",
     )
 
 
 def _trace(model: nn.Module, chosen: dict[str, nn.Module], ctx: Context) -> None:
-    """Traces the modules on the example, which runs no kernel on meta, so that a graph break is found before any weight
-    is loaded."""
+    """Traces the modules on the example, so that a graph break is found before any weight is loaded."""
     import torch
-    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.exc import TorchDynamoException
 
     if ctx.example is None:
         return
@@ -162,9 +163,10 @@ def _trace(model: nn.Module, chosen: dict[str, nn.Module], ctx: Context) -> None
             module.compile(backend="eager", fullgraph=True)
         with torch.no_grad():
             model(*args, **kwargs)
-    except Unsupported as error:
-        problem = graph_break(error)
-        raise PlanError(*([problem] if problem else [])) from error
+    except TorchDynamoException as error:
+        found = graph_break(error)
+        assert found is not None
+        raise PlanError(found) from error
     finally:
         for module in chosen.values():
             module._compiled_call_impl = None
