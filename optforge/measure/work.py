@@ -97,8 +97,16 @@ _NOT_COMPUTED = ("weight_scale", "weight_zero_point")
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that the module's first layers take: that of its first floating-point parameter, scales left out."""
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and name.rpartition(".")[2] not in _NOT_COMPUTED:
-            return parameter.dtype
-    return None
+    """The dtype that the module computes in: that of its first floating-point weight.
+
+    Vectors count only where there is nothing else: norms and scales may stay fp32 whatever the module computes in.
+    """
+    floating = [
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and name.rpartition(".")[2] not in _NOT_COMPUTED
+    ]
+    chosen = next((parameter for parameter in floating if parameter.ndim > 1), None)
+    if chosen is None and floating:
+        chosen = floating[0]
+    return None if chosen is None else chosen.dtype

@@ -76,7 +76,7 @@ def begin_pass(device: torch.device) -> None:
     if device.type == "cuda":
         import torch
 
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch ships it untyped
 
 
 def token_ids(loaded: Loaded, data: DataSource, shape: tuple[int, int], device: torch.device, seed: int) -> Tensor:

@@ -175,7 +175,7 @@ class DecodeWork:
         dtype = compute_dtype(module)
         if dtype is None:
             return None
-        position = 2 * batch * text.num_hidden_layers * heads * width * dtype.itemsize
+        position: int = 2 * batch * text.num_hidden_layers * heads * width * dtype.itemsize
         seen = sum(context + step for step in range(self.new_tokens))
         return self.new_tokens * read_bytes(module, batch) + position * (seen + self.new_tokens)
 
