@@ -59,6 +59,11 @@ def rate(value: Json, unit: str) -> str:
     return f"{significant(amount)} P{unit}"
 
 
+def count(value: Json) -> str:
+    """A large count in words: `135 M`."""
+    return rate(value, "").rstrip() if exists(value) else NONE
+
+
 def percent(value: Json, *, signed: bool = False) -> str:
     """A fraction as percent; with `signed`, a difference: `+0.7%`."""
     if not exists(value):

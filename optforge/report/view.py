@@ -158,12 +158,17 @@ class Row:
 
     @property
     def speed(self) -> str:
-        """Throughput with its unit, or n/a."""
-        if self.measured is None:
-            return figures.NONE
-        if figures.exists(self.measured.tokens_per_s):
-            return f"{figures.significant(self.measured.tokens_per_s or 0)} tok/s"
-        return f"{figures.significant(self.measured.items_per_s)} items/s" if self.measured.items_per_s is not None else figures.NONE
+        return speed(self.measured)
+
+
+def speed(measured: Measurement | None) -> str:
+    """Throughput with its unit, or n/a."""
+    if measured is None:
+        return figures.NONE
+    for value, unit in ((measured.tokens_per_s, "tok/s"), (measured.items_per_s, "items/s")):
+        if value is not None and figures.exists(value):
+            return f"{figures.significant(value)} {unit}"
+    return figures.NONE
 
 
 def rows(report: Report) -> list[Row]:
@@ -259,6 +264,51 @@ def energy_per_token_j(measured: Measurement | None) -> float | None:
     p50 = measured.latency_ms.get("p50")
     tokens = measured.tokens_per_s * p50 / 1000 if p50 else 0
     return measured.energy_j / tokens if tokens > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """Energy of one measured row."""
+
+    name: str
+    per_token: str
+    per_call: str
+
+
+def energy_rows(report: Report) -> list[Energy]:
+    """Energy of every row for which the device's counter answered."""
+    found = []
+    for row in rows(report):
+        if row.measured is not None and figures.exists(row.measured.energy_j):
+            per_token = energy_per_token_j(row.measured)
+            text = f"{figures.significant(per_token * 1000)} mJ" if per_token is not None else figures.NONE
+            found.append(Energy(name=row.name, per_token=text, per_call=f"{figures.significant(row.measured.energy_j or 0)} J"))
+    return found
+
+
+def reference(report: Report) -> str:
+    """What `vs reference` compares with."""
+    return "the compiled baseline" if report.compiled_baseline is not None else "the baseline as loaded"
+
+
+def receipt_lists(receipt: Mapping[str, Json]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The lists of a receipt that are not empty, as titled pairs."""
+    touched = [(str(item.get("name")), _became(item)) for item in receipt.get("touched") or []]
+    renamed = {new: "stands for " + ", ".join(old) for new, old in (receipt.get("renamed") or {}).items()}
+    lists = {
+        "Skipped": [(str(name), str(why)) for name, why in (receipt.get("skipped") or {}).items()],
+        "Ignored, as the recipe says": [(str(name), "") for name in receipt.get("ignored") or []],
+        "Matched nothing": [(str(name), "") for name in receipt.get("unmatched") or []],
+        "Operators put in": [(str(name), f"{number} times") for name, number in (receipt.get("kernels") or {}).items()],
+        "Renamed": list(renamed.items()),
+        "Changed": touched,
+    }
+    yield from ((title, pairs) for title, pairs in lists.items() if pairs)
+
+
+def _became(item: Mapping[str, Json]) -> str:
+    sizes = f", {figures.nbytes(item['bytes_before'])} to {figures.nbytes(item['bytes_after'])}" if item.get("bytes_before") else ""
+    return f"{item.get('what')}{sizes}"
 
 
 def alternatives(report: Report) -> list[dict[str, Json]]:
