@@ -9,7 +9,7 @@ device is enough.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,24 +30,28 @@ class Load:
 
     kind: str
     """`forward`, `prefill` or `decode`."""
-    batch: int
-    """Sequences or items processed together."""
+    batch: int | None
+    """Sequences or items processed together; None: as many as the example holds."""
     tokens_per_call: int = 1
-    """Tokens of one sequence in one forward pass: the prompt in prefill, 1 in decode, 1 for an item that is no sequence."""
+    """Tokens of one sequence in one forward pass: the prompt in prefill, 1 in decode. For `forward`, the tokens that a
+    language model would get; other models take items that are no sequences."""
     context: int = 0
     """Tokens in the KV cache before the first forward pass."""
     forwards: int = 1
     """Forward passes in one call of the workload (decode: one per new token)."""
 
     @property
-    def rows(self) -> int:
-        """Rows that a linear layer sees in one forward pass."""
-        return self.batch * self.tokens_per_call
-
-    @property
     def sequence(self) -> bool:
         """Whether the items are sequences of tokens that attend to one another."""
         return self.kind in ("prefill", "decode") or self.tokens_per_call > 1
+
+
+def sized_for(load: Load, module: nn.Module, example: Example | None = None) -> Load:
+    """The load as this model meets it: items without tokens where it is no language model, the example's own batch."""
+    items = load.kind == "forward" and _head(module) is None
+    first = next(_tensors(example), None) if example is not None else None
+    own = first.shape[0] if first is not None and first.dim() else 1
+    return replace(load, batch=own if load.batch is None else load.batch, tokens_per_call=1 if items else load.tokens_per_call)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +85,17 @@ def count(
 
     Args:
         module: any tree, on meta or real; its weights are not read.
-        load: batch and tokens of the workload.
+        load: batch and tokens of the workload, from `sized_for`.
         dtype: `fp32`, `fp16` or `bf16`, the dtype of activations and KV cache.
         schemes: module name -> the scheme it would have, to ask what quantizing would bring without doing it.
         example: arguments of one forward pass on meta; convolutions and items that are no sequences take their sizes from it.
     """
-    counter = _Counter(load, ELEMENT_BYTES[dtype], schemes or {}, _head(module))
+    batch = load.batch or 1
+    counter = _Counter(load.kind, batch, batch * load.tokens_per_call, ELEMENT_BYTES[dtype], schemes or {}, _head(module))
     sizes: dict[nn.Module, tuple[int, int]] = {}
     unknown = None
     if example is not None and not load.sequence:
-        sizes, unknown = _traced(module, example, load.batch)
+        sizes, unknown = _traced(module, example, batch)
     operations: list[Operation] = []
     seen: set[int] = set()
     for name, child in module.named_modules():
@@ -105,21 +110,23 @@ def count(
 
 
 def cache_bytes(module: nn.Module, load: Load, dtype: str) -> int | None:
-    """Bytes of the KV cache at the end of one call; None for a workload or a model without one."""
+    """Bytes of the KV cache at the end of one call; None where nothing is kept between forward passes."""
     shape = _attention_shape(module)
-    if shape is None or load.kind not in ("prefill", "decode"):
+    if shape is None or load.kind != "decode":
         return None
     layers, _, kv_heads, head_dim, windows = shape
     length = load.context + load.tokens_per_call * load.forwards
     kept = sum(min(length, window) if window else length for window in windows[:layers])
-    return 2 * load.batch * kv_heads * head_dim * kept * ELEMENT_BYTES[dtype]
+    return 2 * (load.batch or 1) * kv_heads * head_dim * kept * ELEMENT_BYTES[dtype]
 
 
 @dataclass(frozen=True)
 class _Counter:
     """Turns one module into an operation."""
 
-    load: Load
+    kind: str
+    batch: int
+    rows: int
     element: int
     schemes: Mapping[str, Scheme]
     head: nn.Module | None
@@ -136,9 +143,9 @@ class _Counter:
     def _linear(self, name: str, module: nn.Module, shape: tuple[int, int], size: tuple[int, int] | None) -> Operation:
         inputs, outputs = shape
         is_head = module is self.head
-        rows = self.load.rows if size is None else size[1] // outputs
-        if is_head and self.load.kind == "prefill":
-            rows = self.load.batch  # only the last position of each prompt asks for logits
+        rows = self.rows if size is None else size[1] // outputs
+        if is_head and self.kind == "prefill":
+            rows = self.batch  # only the last position of each prompt asks for logits
         scheme = self.schemes.get(name) or getattr(module, "scheme", None)
         weights = scheme_bytes(module, shape, self.schemes[name]) if name in self.schemes else _stored(module)
         read = ELEMENT_BYTES.get(scheme.activation_dtype, self.element) if scheme and scheme.activation_dtype else self.element
@@ -151,7 +158,7 @@ class _Counter:
 
     def _embedding(self, module: nn.Embedding) -> Operation:
         row = module.embedding_dim * module.weight.element_size()
-        return Operation(kind="embedding", flops=0.0, bytes=float(self.load.rows * 2 * row))
+        return Operation(kind="embedding", flops=0.0, bytes=float(self.rows * 2 * row))
 
     def _convolution(self, name: str, module: nn.modules.conv._ConvNd, size: tuple[int, int] | None) -> Operation | str:
         if size is None:
@@ -227,12 +234,11 @@ def _attention(module: nn.Module, load: Load, element: int) -> tuple[list[Operat
     if shape is None:
         return [], ["attention is not counted: the model carries no config with its heads"]
     layers, heads, kv_heads, head_dim, windows = shape
-    found = []
+    batch, found = load.batch or 1, []
     for window in windows[:layers]:
         pairs, kept = _attended(load, window)
-        tokens = load.batch * load.tokens_per_call
-        moved = tokens * 2 * heads * head_dim + load.batch * 2 * kv_heads * head_dim * kept
-        found.append(Operation(kind="attention", flops=4.0 * load.batch * heads * head_dim * pairs, bytes=float(moved * element)))
+        moved = 2 * batch * head_dim * (load.tokens_per_call * heads + kept * kv_heads)
+        found.append(Operation(kind="attention", flops=4.0 * batch * heads * head_dim * pairs, bytes=float(moved * element)))
     return found, []
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from optforge.measure.size import weight_bytes
 from optforge.measure.utilization import peak
-from optforge.plan.operations import Counted, Example, Load, Operation, cache_bytes, count
+from optforge.plan.operations import Counted, Example, Load, Operation, cache_bytes, count, sized_for
 from optforge.spec import Hardware, Json, Scheme
 
 BASIS = "roofline at the published peaks, an upper bound on speed"
@@ -82,8 +82,12 @@ class Prediction:
     notes: list[str] = field(default_factory=list)
 
 
-def load_of(workload: Any) -> Load:
+def load_of(workload: Any, family: str | None = None) -> Load:
     """The size of a configured workload (`forward`, `prefill`, `decode`) from its fields.
+
+    Args:
+        workload: the checked dataclass.
+        family: the model's family; `module` runs its example as it is, whatever the batch size says.
 
     Raises:
         TypeError: a workload of another kind, whose size nobody declared here.
@@ -94,7 +98,7 @@ def load_of(workload: Any) -> Load:
     if kind == "prefill":
         return Load(kind=kind, batch=batch, tokens_per_call=int(workload.prompt_tokens))
     if kind == "forward":
-        return Load(kind=kind, batch=batch, tokens_per_call=int(getattr(workload, "tokens", None) or 1))
+        return Load(kind=kind, batch=None if family == "module" else batch, tokens_per_call=int(workload.sequence))
     raise TypeError(f"the roofline does not know workloads of kind {kind!r}")
 
 
@@ -119,6 +123,7 @@ def predict(
         example: one forward pass's arguments, for models whose sizes do not follow from tokens (convolutions).
         captured: kernels are replayed from a captured graph; otherwise the host launches each.
     """
+    load = sized_for(load, module, example)
     counted = count(module, load, dtype=dtype, schemes=schemes, example=example)
     priced = [_price(operation, hardware, dtype, captured) for operation in counted.operations]
     rows = _rows(priced, load.forwards)
@@ -220,13 +225,13 @@ def _unknown(counted: Counted, priced: list[_Priced], hardware: Hardware) -> str
 def _timed(sized: Prediction, priced: list[_Priced], load: Load, launch_us: float) -> Prediction:
     """The prediction with its times."""
     seconds = load.forwards * sum(item.seconds for item in priced)
-    tokens = load.batch * load.tokens_per_call * load.forwards if load.sequence else None
+    items = load.forwards * (load.batch or 1)
     return replace(
         sized,
         known=True,
         latency_ms=1e3 * seconds,
-        tokens_per_s=tokens / seconds if tokens else None,
-        items_per_s=None if tokens else load.batch * load.forwards / seconds,
+        tokens_per_s=items * load.tokens_per_call / seconds if load.sequence else None,
+        items_per_s=None if load.sequence else items / seconds,
         bound=_largest(priced),
         arithmetic_ms=1e3 * load.forwards * sum(item.arithmetic or 0.0 for item in priced),
         memory_ms=1e3 * load.forwards * sum(item.memory or 0.0 for item in priced),
