@@ -101,7 +101,8 @@ class TinyCNN(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.body(self.stem(x) + self.depthwise(self.stem(x)))
+        x = self.stem(x)
+        x = self.body(x + self.depthwise(x))
         return self.head(x.mean(dim=(2, 3)))
 
 

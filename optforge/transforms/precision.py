@@ -23,6 +23,7 @@ from optforge.measure.size import nbytes, weight_bytes
 from optforge.select import original_name, select
 from optforge.spec import Hardware, Scheme
 from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
+from optforge.transforms.mixed import Mixed, mix_
 
 
 class Dtype(Enum):
@@ -134,7 +135,7 @@ def _convert(model: nn.Module, decisions: dict[str, Any]) -> list[Touched]:
     return touched
 
 
-class _RunsInFp32:
+class _RunsInFp32(Mixed):
     """Mixed into the class of a kept module: floating inputs go up to fp32, outputs back to the dtype that came in."""
 
     _optforge_dtype: torch.dtype
@@ -145,34 +146,11 @@ class _RunsInFp32:
         output = super().forward(*args, **kwargs)  # type: ignore[misc] # the class it is mixed into has it
         return _to(output, self._optforge_dtype if given is None else given)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The mixed class has no importable name: copies and pickles are made from the class that it was mixed into.
-        return _blank, (type(self).__mro__[2],), self.__getstate__()
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-"""One mixed class for each base, so that equal layers stay of one class and are compiled once."""
-
-
-def _fp32_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _CLASSES:
-        _CLASSES[base] = type(base.__name__, (_RunsInFp32, base), {"__doc__": base.__doc__, "__module__": base.__module__})
-    return _CLASSES[base]
-
-
-def _blank(base: type[nn.Module]) -> nn.Module:
-    """An instance without state, for `copy` and `pickle` to fill."""
-    cls = _fp32_class(base)
-    return cls.__new__(cls)
-
 
 def _run_in_fp32(module: nn.Module, dtype: torch.dtype) -> bool:
     """Wraps a module in place; False when it was wrapped before."""
-    if isinstance(module, _RunsInFp32):
-        return False
-    module.__class__ = _fp32_class(type(module))
     module.__dict__["_optforge_dtype"] = dtype
-    return True
+    return mix_(module, _RunsInFp32)
 
 
 def _cast_inputs_of(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,0 +1,71 @@
+"""Joins operations that belong together: sibling linears into one product, a batch norm into its convolution.
+
+A wide product keeps the device busier than three narrow ones and reads the input once; a folded batch norm costs
+nothing at all. Both are found by how data flows through the model, never by the class names of one model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+from optforge.errors import Problem
+from optforge.spec import Hardware
+from optforge.transforms.base import Context, Lowered, Phase, Receipt
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Pattern(Enum):
+    decoder = "decoder"
+    conv_bn = "conv_bn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fuse:
+    """What is joined, and what is left apart."""
+
+    kind: ClassVar[str] = "fuse"
+    phase: ClassVar[Phase] = Phase.FUSE
+
+    pattern: Pattern = Pattern.decoder
+    """decoder: linears of one module that read the same input, inside repeated layers, become one product (q/k/v,
+    gate/up); conv_bn: a batch norm that alone reads a convolution is folded into its weights."""
+    ignore: list[str] = field(default_factory=list)
+    """Selectors of modules that stay apart: linears for decoder, convolutions or batch norms for conv_bn."""
+
+    def check(self, ctx: Context) -> Iterator[Problem]:
+        """Whether there is something to join shows in `apply`, on the structure."""
+        yield from ()
+
+    def lower(self, target: Hardware) -> Lowered | None:
+        """Runs as written on every target."""
+        return None
+
+    def apply(self, model: nn.Module, ctx: Context) -> Receipt:
+        """Runs the model once on the context's example to see how data flows, then joins.
+
+        Raises:
+            PlanError: nothing can be joined, with the reason; or there is no example to run.
+            StepError: the model's output on the example changed.
+        """
+        if self.pattern is Pattern.decoder:
+            from optforge.transforms.fuse import decoder
+
+            return decoder.apply(model, self.ignore, ctx)
+        from optforge.transforms.fuse import conv_bn
+
+        return conv_bn.apply(model, self.ignore, ctx)
+
+    def replay(self, model: nn.Module, receipt: Receipt) -> None:
+        """Joins what the receipt names."""
+        if self.pattern is Pattern.decoder:
+            from optforge.transforms.fuse import packing
+
+            return packing.replay(model, receipt.decisions)
+        from optforge.transforms.fuse import conv_bn
+
+        return conv_bn.replay(model, receipt.decisions)
