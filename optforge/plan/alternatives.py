@@ -58,7 +58,7 @@ def alternatives(
 def refusal(step: Step, lowered: Lowered, hardware: Hardware, ranked: Sequence[Mapping[str, Json]]) -> Problem:
     """Why `downgrade: forbid` refuses `step` on `hardware`, and what to use instead, best prediction first."""
     names = [str(item["use"]).partition("/")[2] for item in ranked]
-    listed = f"alternatives: {', '.join(names)}" if names else "no other option runs there"
+    listed = f"alternatives: {', '.join(names)}" if names else f"use {step.kind}/{lowered.runs_as}, or downgrade=allow"
     scheme = SCHEMES.get(lowered.requested)
     needed = scheme.activation_dtype if scheme else None
     return Problem(where=f"step {step.name}", what=lacks(hardware, needed) if needed else lowered.reason, fix=listed)

@@ -1,0 +1,129 @@
+"""Alternatives to a step that the target cannot run as written: ranked by prediction, and named in the refusal (B39)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from optforge.plan.alternatives import alternatives, lacks, refusal
+from optforge.plan.operations import Load
+from optforge.spec import Hardware, Json, Step
+from optforge.transforms.base import Lowered
+from optforge.transforms.quantize import SCHEMES
+
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
+PREFILL = Load(kind="prefill", batch=1, tokens_per_call=2048)
+DECODE = Load(kind="decode", batch=1, context=512, forwards=32)
+
+
+def hardware(name: str) -> Hardware:
+    return Hardware(**yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+
+
+def step(use: str = "quantize/fp8_dynamic", ignore: tuple[str, ...] = ("lm_head",)) -> Step:
+    """A step as the ranking reads it: its option and its two selectors."""
+    return Step(name="weights", use=use, options={}, transform=SimpleNamespace(targets=["Linear"], ignore=list(ignore)))
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8, vocab_size=32000
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def options(ranked: list[dict[str, Json]]) -> list[str]:
+    return [item["use"].removeprefix("quantize/") for item in ranked]
+
+
+def test_int8_dynamic_comes_first_in_prefill_on_a100(llama: nn.Module) -> None:
+    ranked = alternatives(step(), llama, PREFILL, hardware("a100"), dtype="bf16")
+    assert options(ranked)[0] == "int8_dynamic"
+    assert "fp8_dynamic" not in options(ranked)
+    assert 1.7 < ranked[0]["predicted_speedup"] < 2.0  # 624 / 312 on the linears, none on attention and the head
+    assert ranked[0]["native"] is True
+    assert ranked[0]["note"] == "a100 has int8 matrix units at 624 TOP/s"
+    weight_only = next(item for item in ranked if item["use"] == "quantize/int4_weight")
+    assert weight_only["predicted_speedup"] == pytest.approx(1.0, abs=0.02)
+    assert (weight_only["native"], weight_only["note"]) == (False, "weights in 4 bits, products in bf16")
+
+
+@pytest.mark.parametrize("name", ["a100", "h200", "l4", "t4", "mi300x"])
+def test_int4_weight_comes_first_in_decode_at_one_sequence(llama: nn.Module, name: str) -> None:
+    ranked = alternatives(step(), llama, DECODE, hardware(name), dtype="bf16")
+    assert options(ranked)[0] == "int4_weight"
+    bits = {option: scheme.weight_bits for option, scheme in SCHEMES.items()}
+    assert [bits[option] for option in options(ranked)] == sorted(bits[option] for option in options(ranked))
+
+
+def test_fp8_is_offered_only_where_it_has_units(llama: nn.Module) -> None:
+    offered = {
+        name: options(alternatives(step("quantize/int8_weight"), llama, PREFILL, hardware(name), dtype="bf16")) for name in ("h100", "a100")
+    }
+    assert "fp8_dynamic" in offered["h100"] and "fp8_dynamic" not in offered["a100"]
+    assert "fp8_weight" in offered["a100"]
+
+
+def test_the_ranking_is_by_predicted_speedup_and_leaves_the_model_alone(llama: nn.Module) -> None:
+    before = {name: (tensor.dtype, tensor.shape) for name, tensor in llama.named_parameters()}
+    ranked = alternatives(step(), llama, DECODE, hardware("h100"), dtype="bf16")
+    gains = [item["predicted_speedup"] for item in ranked]
+    assert gains == sorted(gains, reverse=True)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in llama.named_parameters()} == before
+
+
+def test_ignored_layers_are_left_out_of_the_estimate(llama: nn.Module) -> None:
+    ranked = alternatives(step(), llama, PREFILL, hardware("a100"), dtype="bf16")
+    narrowed = alternatives(step(ignore=("lm_head", "mlp")), llama, PREFILL, hardware("a100"), dtype="bf16")
+    assert narrowed[0]["predicted_speedup"] < ranked[0]["predicted_speedup"] - 0.2
+
+
+def test_without_peaks_the_options_are_listed_without_figures(llama: nn.Module) -> None:
+    ranked = alternatives(step(), llama, PREFILL, hardware("cpu"), dtype="bf16")
+    assert {item["predicted_speedup"] for item in ranked} == {None}
+    assert options(ranked)[0] == "int8_dynamic"
+
+
+def test_other_kinds_have_no_alternatives(llama: nn.Module) -> None:
+    assert alternatives(step("fuse/decoder"), llama, PREFILL, hardware("a100"), dtype="bf16") == []
+
+
+@pytest.mark.case("B39")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("a100", "a100 has compute capability 8.0, fp8 matmul needs 8.9+"),
+        ("t4", "t4 has compute capability 7.5, fp8 matmul needs 8.9+"),
+        ("cpu", "cpu has no fp8 matrix units"),
+        ("tpu_v5e", "tpu_v5e has no fp8 matrix units"),
+    ],
+)
+def test_B39_the_refusal_names_the_capability_and_the_alternatives(llama: nn.Module, name: str, sentence: str) -> None:
+    target = hardware(name)
+    ranked = alternatives(step(), llama, PREFILL, target, dtype="bf16")
+    lowered = Lowered(requested="fp8_dynamic", runs_as="fp8_weight", transform=step().transform, reason="no fp8 units")
+    problem = refusal(step(), lowered, target, ranked)
+    assert str(problem).startswith(f"step weights: {sentence}; alternatives: int8_dynamic, ")
+    assert "fp8_weight" in problem.fix
+    assert "CUDA version" not in str(problem)
+
+
+@pytest.mark.case("B39")
+def test_B39_a_blackwell_card_is_not_told_that_its_capability_is_too_low() -> None:
+    assert lacks(hardware("b200"), "int4") == "b200 has no int4 matrix units"
+
+
+def test_a_step_without_ranked_alternatives_names_what_runs_instead() -> None:
+    bf16 = Step(name="cast", use="precision/bf16", options={}, transform=None)
+    lowered = Lowered(requested="bf16", runs_as="fp16", transform=step().transform, reason="t4 has no bf16 matrix units")
+    assert (
+        str(refusal(bf16, lowered, hardware("t4"), [])) == "step cast: t4 has no bf16 matrix units; use precision/fp16, or downgrade=allow"
+    )
