@@ -1,0 +1,37 @@
+"""YAML and a command line in, a checked `Run` out. The only place that knows Hydra and OmegaConf.
+
+    paths     where option files lie, and what can be chosen
+    schema    plain data against the types of a dataclass
+    build     a composed mapping to a `Run`, every problem at once
+    store     recipes and saved runs as options of Hydra's
+    saved     a resolved run as one file, and back
+    argv      the command line, rewritten for Hydra
+    compose   Hydra composes, `build` checks
+
+Recipes are read by `optforge.recipe`, which knows neither. Reading a configuration loads no torch.
+"""
+
+from optforge.config.argv import Arguments, parse
+from optforge.config.build import hardware, step
+from optforge.config.compose import CONFIG_NAME, CONFIG_PATH, compose, compose_all, recipe, run_from_cfg
+from optforge.config.paths import Option, conf_dir, options, recipes_dir
+from optforge.config.saved import run_from_yaml, to_yaml
+
+__all__ = [
+    "CONFIG_NAME",
+    "CONFIG_PATH",
+    "Arguments",
+    "Option",
+    "compose",
+    "compose_all",
+    "conf_dir",
+    "hardware",
+    "options",
+    "parse",
+    "recipe",
+    "recipes_dir",
+    "run_from_cfg",
+    "run_from_yaml",
+    "step",
+    "to_yaml",
+]

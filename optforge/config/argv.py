@@ -1,0 +1,292 @@
+"""The command line, rewritten for Hydra: one function, held by a table of cases.
+
+People write `steps.weights.group_size=64`, `'~steps.compile'` or `recipe=./shared/team.yaml`. Hydra wants
+`++recipe.steps.weights.group_size=64`, and would load a shipped file of the same name for a path. Everything that Hydra
+would answer late, with exit code 1, or not at all is refused here with the form to type.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.errors import HydraException
+
+from optforge import recipe as recipes
+from optforge.config import build, paths, saved, store
+from optforge.errors import ConfigError, Problem, UserError, near
+from optforge.safe_yaml import scalar
+
+FLAGS = {
+    "-m": 0,
+    "--multirun": 0,
+    "--run": 0,
+    "-r": 0,
+    "--resolve": 0,
+    "--hydra-help": 0,
+    "--cfg": 1,
+    "-c": 1,
+    "--package": 1,
+    "-p": 1,
+    "--info": 1,
+    "-i": 1,
+}
+"""Hydra's flags that pass through -> how many values follow."""
+OWN_FLAGS = {"--config": "config", "--config-dir": "config_dir", "-cd": "config_dir"}
+REFUSED = {
+    "--config-path": "give your own options with --config-dir FOLDER",
+    "-cp": "give your own options with --config-dir FOLDER",
+    "--config-name": "repeat a run with --config FILE",
+    "-cn": "repeat a run with --config FILE",
+    "--experimental-rerun": "repeat a run with --config FILE",
+}
+_KEY = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?P<value>=.*)?", re.DOTALL)
+_NUMBER_TO_HYDRA = re.compile(
+    r"[-+]?[0-9][0-9_]*([eE][-+]?[0-9][0-9_]*|\.[0-9_]*([eE][-+]?[0-9_]+)?)?|[-+]?\.[0-9][0-9_]*([eE][-+]?[0-9_]+)?|nan|[-+]?inf",
+    re.IGNORECASE,
+)
+_PIECES = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[,\[\]{}:])""")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """A command line as Hydra takes it."""
+
+    overrides: tuple[str, ...] = ()
+    hydra: tuple[str, ...] = ()
+    """Hydra's own flags, such as -m or --cfg job."""
+    multirun: bool = False
+    config_file: Path | None = None
+    config_dir: Path | None = None
+
+
+def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Sequence[str] = (), add: Sequence[str] = ()) -> Arguments:
+    """Rewrites and checks a command line.
+
+    Args:
+        argv: overrides and flags in the order in which they were typed.
+        cwd: the folder that relative paths mean.
+        set_, drop, add: values of `--set STEP.KEY=VALUE`, `--drop STEP`, `--add STEP=KIND/OPTION`.
+
+    Raises:
+        ConfigError: with every problem at once, each with the form to type.
+        TrustError: a run file names code and `trust=true` is not among the overrides.
+    """
+    arguments, texts = _flags([*argv], cwd)
+    texts += [f"steps.{text}" for text in set_] + [f"~steps.{text}" for text in drop] + [_added(text) for text in add]
+    problems: list[Problem] = []
+    seen: dict[str, str] = {}
+    rewritten: list[str] = []
+    rewriter = _Rewriter(arguments, cwd)
+    for text in texts:
+        try:
+            key, override = rewriter.rewrite(text)
+        except UserError as error:
+            problems.extend(error.problems)
+            continue
+        if key in seen:
+            problems.append(_twice(key, seen[key], text))
+        seen[key] = text
+        rewritten.append(override)
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    if arguments.config_dir is not None and "hydra.searchpath" not in seen:
+        rewritten.append(f"hydra.searchpath=[{store.quoted(arguments.config_dir.as_uri())}]")
+    if arguments.config_file is not None:
+        trusted = any(text == "++trust=true" for text in rewritten)
+        rewritten = [*saved.as_overrides(arguments.config_file, frozenset(seen), trusted=trusted), *rewritten]
+    return replace(arguments, overrides=tuple(rewritten))
+
+
+def _flags(argv: list[str], cwd: Path) -> tuple[Arguments, list[str]]:
+    """Takes the flags out of a command line; what remains are overrides."""
+    texts: list[str] = []
+    hydra: list[str] = []
+    own: dict[str, Path] = {}
+    words = iter(argv)
+    for word in words:
+        name, equals, inline = word.partition("=")
+        if not word.startswith("-") or word == "-":
+            texts.append(word)
+        elif name in FLAGS:
+            hydra += [word, *(next(words, "") for _ in range(FLAGS[name] if not equals else 0))]
+        elif name in OWN_FLAGS:
+            own[OWN_FLAGS[name]] = (cwd / Path(inline if equals else next(words, "")).expanduser()).resolve()
+        else:
+            known = [*FLAGS, *OWN_FLAGS, "--set", "--drop", "--add", "--debug", "--verbose"]
+            fix = REFUSED.get(name) or near(name, known) or "see optforge run --help"
+            raise ConfigError(Problem(where=word, what="is no option here" if name in REFUSED else "unknown option", fix=fix))
+    multirun = any(flag in ("-m", "--multirun") for flag in hydra)
+    for name, path in own.items():
+        flag, kind = f"--{name.replace('_', '-')}", "folder" if name == "config_dir" else "file"
+        if not (path.is_dir() if kind == "folder" else path.is_file()):
+            raise ConfigError(Problem(where=flag, what=f"there is no {kind} {path}", fix="check the path"))
+    folder = own.get("config_dir")
+    if folder is not None and (folder / "recipe").is_dir():
+        raise ConfigError(
+            Problem(where="--config-dir", what=f"{folder / 'recipe'} holds recipes, which are given by path", fix="type recipe=./FILE.yaml")
+        )
+    return Arguments(hydra=tuple(hydra), multirun=multirun, config_file=own.get("config"), config_dir=folder), texts
+
+
+def _added(text: str) -> str:
+    """`--add prune=prune/wanda` as an override; a whole step may stand there too."""
+    name, equals, value = text.partition("=")
+    if not equals or not value:
+        raise ConfigError(Problem(where=f"--add {text}", what="is not of the form STEP=KIND/OPTION", fix="type --add prune=prune/wanda"))
+    return f"steps.{name}={value}" if value.startswith("{") else f"steps.{name}.use={value}"
+
+
+def _twice(key: str, first: str, second: str) -> Problem:
+    fix = "keep one; a recipe builds on another with extends" if key == "recipe" else "keep one"
+    return Problem(where=key.removeprefix("recipe."), what=f"is given twice, as {first} and as {second}", fix=fix)
+
+
+class _Rewriter:
+    """Rewrites one override at a time; knows the names that options can have."""
+
+    def __init__(self, arguments: Arguments, cwd: Path) -> None:
+        self._arguments = arguments
+        self._cwd = cwd
+        self._parser = OverridesParser.create()
+
+    def rewrite(self, text: str) -> tuple[str, str]:
+        """The full dotted key and the override as Hydra takes it.
+
+        Raises:
+            ConfigError
+        """
+        match = _KEY.fullmatch(text)
+        assert match is not None  # every part of the pattern may be empty
+        sign, key, value = match["sign"] or "", match["key"].strip(), match["value"]
+        key = f"recipe.{key}" if key == "steps" or key.startswith("steps.") else key
+        self._check_key(text, sign, key, value)
+        if key.startswith(("hydra.", "hydra/")) or key == "hydra":
+            self._parsed(text)
+            return key, text
+        if sign == "~":
+            return key, f"~{key}{value or ''}"
+        if key in build.SECTIONS and not str(value).startswith("={"):
+            return key, self._choice(key, text, str(value)[1:])
+        parsed = self._parsed(f"{key}{value}", shown=text)
+        if parsed.is_sweep_override() and not self._arguments.multirun:
+            listed = f"{text.partition('=')[0]}=[{str(value)[1:]}]"
+            raise ConfigError(
+                Problem(where=text, what="several values are a sweep", fix=f"add -m, or write {shlex.quote(listed)} for one list")
+            )
+        return key, f"++{key}={_keep_text(str(value)[1:])}"
+
+    def _check_key(self, text: str, sign: str, key: str, value: str | None) -> None:
+        shown = key.removeprefix("recipe.")
+        numbered = re.search(r"\[|\]|(^|\.)-?[0-9]+(\.|$)", key)
+        if numbered and shown.split(".")[0].split("[")[0] in ("steps", "transforms"):
+            raise ConfigError(
+                Problem(
+                    where=text, what="steps have names, not numbers", fix="list them with optforge show, then type steps.<name>.<key>=VALUE"
+                )
+            )
+        if numbered:
+            raise ConfigError(
+                Problem(
+                    where=text,
+                    what="an element of a list cannot be changed alone",
+                    fix="write the whole list: key=[a,b]",
+                )
+            )
+        if "@" in key or (":" in key and not key.startswith("hydra")):
+            raise ConfigError(Problem(where=text, what="packages have no use here", fix="type <group>=<option>"))
+        if not key or (value is None and sign != "~"):
+            fix = (
+                f"type recipe={text}"
+                if recipes.is_path(text) or text in recipes.known(self._cwd, paths.recipes_dir())
+                else "type key=value"
+            )
+            raise ConfigError(Problem(where=text, what="is not of the form key=value", fix=fix))
+        if sign == "~" and key in build.SECTIONS:
+            raise ConfigError(Problem(where=text, what=f"a run needs its {key}", fix=f"type {key}=NAME"))
+        first = re.split(r"[./]", key)[0]
+        if first not in build.TOP and first != "hydra":
+            raise ConfigError(build.unknown_top(first, text))
+
+    def _parsed(self, override: str, shown: str | None = None) -> Override:
+        """The override as Hydra's grammar reads it; where it cannot, the quoted form to paste."""
+        shown = shown or override
+        key, _, value = shown.partition("=")
+        try:
+            return self._parser.parse_override(override)
+        except HydraException as error:
+            quoted = f"{key}={store.quoted(value)}"
+            try:
+                self._parser.parse_override(quoted.lstrip("+"))
+            except HydraException:
+                reason = str(error).splitlines()[0]
+                raise ConfigError(Problem(where=shown, what=f"cannot be read ({reason})", fix="type key=value")) from error
+            raise ConfigError(Problem(where=shown, what="has characters that need quotes", fix=f"type {shlex.quote(quoted)}")) from error
+
+    def _choice(self, group: str, text: str, value: str) -> str:
+        """A group override with every option checked, and every path of a recipe under its own option name."""
+        if value in ("", "None", "null", "[]"):
+            what = f"needs the name of a {group}, got {value or 'nothing'}"
+            raise ConfigError(Problem(where=text, what=what, fix=f"type {group}=NAME; see optforge list {paths.PLURALS[group]}"))
+        parsed = self._parsed(f"{group}={value}", shown=text)
+        names = list(_names(parsed, list(self._known(group))))
+        if names == [""]:
+            raise ConfigError(
+                Problem(
+                    where=text,
+                    what=f"one {group} is chosen by one name",
+                    fix="several are a sweep: a,b with -m; a recipe builds on another with extends",
+                )
+            )
+        if parsed.is_sweep_override() and not self._arguments.multirun:
+            raise ConfigError(Problem(where=text, what="several values are a sweep", fix="add -m"))
+        options = [self._option(group, name) for name in names]
+        return f"{group}={','.join(store.quoted(option) if re.search(r'[^A-Za-z0-9_./%-]', option) else option for option in options)}"
+
+    def _option(self, group: str, name: str) -> str:
+        if group == "recipe":
+            return store.register_recipe(name, cwd=self._cwd)
+        known = self._known(group)
+        if name in known or name.startswith(store.RUN_PREFIX):
+            return name
+        raise ConfigError(paths.unknown_option(group, name, known))
+
+    def _known(self, group: str) -> dict[str, Path]:
+        if group == "recipe":
+            return {name: found[0] for name, found in recipes.known(self._cwd, paths.recipes_dir()).items()}
+        extra = (self._arguments.config_dir,) if self._arguments.config_dir else ()
+        return paths.option_files(group, extra)
+
+
+def _names(parsed: Override, known: list[str]) -> Iterator[str]:
+    """The option names that a group override chooses, one or a sweep; one empty name where it is a list or a mapping."""
+    value = parsed.value()
+    if isinstance(value, ChoiceSweep):
+        yield from (str(getattr(item, "text", item)) for item in value.list)
+    elif isinstance(value, Glob):
+        yield from value.filter(known)
+    else:
+        yield str(value) if isinstance(value, str | int | float) else ""
+
+
+def _keep_text(value: str) -> str:
+    """Puts quotes around what Hydra would read as a number that may not be meant: `695e0514`, `1_000`, `nan`.
+
+    The type of the field then decides, as it does for a file.
+    """
+    if "(" in value:
+        return value
+    pieces = _PIECES.split(value)
+    in_braces = 0
+    for index, piece in enumerate(pieces):
+        in_braces += (piece == "{") - (piece == "}")
+        bare = piece.strip()
+        alone = not any(":" in beside for beside in pieces[max(index - 1, 0) : index + 2]) or in_braces
+        if alone and _NUMBER_TO_HYDRA.fullmatch(bare) and isinstance(scalar(bare), str):
+            pieces[index] = piece.replace(bare, f"'{bare}'")
+    return "".join(pieces)

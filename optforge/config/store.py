@@ -1,0 +1,68 @@
+"""Recipes and saved runs as options that Hydra can choose, put into its ConfigStore before it parses a command line.
+
+A file's option is named after its absolute path (`file/home/me/team.yaml`, other characters percent-encoded), so that
+two files never share a name, and so that a process that only sees the overrides can find the file again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from hydra.core.config_store import ConfigStore
+
+from optforge import recipe as recipes
+from optforge.config import paths
+from optforge.spec import Json
+
+FILE_PREFIX = "file/"
+RUN_PREFIX = "run/"
+
+
+def option_of(prefix: str, path: Path) -> str:
+    """The option name of a file: letters, digits and `/._-%` only, all of which Hydra takes without quotes."""
+    return prefix + quote(str(path.resolve()).lstrip("/"), safe="/").replace("~", "%7E")
+
+
+def file_of(option: str) -> Path | None:
+    """The file that an option name stands for; None for a plain name."""
+    for prefix in (FILE_PREFIX, RUN_PREFIX):
+        if option.startswith(prefix):
+            return Path("/" + unquote(option.removeprefix(prefix)))
+    return None
+
+
+def register(group: str, option: str, node: Mapping[str, Json]) -> None:
+    """Makes `node` the option of that name."""
+    ConfigStore.instance().store(group=group, name=option, node=dict(node), provider="optforge")
+
+
+def load_recipe(option: str, *, cwd: Path) -> recipes.RecipeFile:
+    """The recipe that a name, a path or an option name of a recipe file stands for.
+
+    Raises:
+        ConfigError: there is none, or its file is wrong.
+    """
+    path = file_of(option) or recipes.find(option, cwd=cwd, shipped=paths.recipes_dir())
+    return recipes.load(path, cwd=cwd, shipped=paths.recipes_dir())
+
+
+def register_recipe(name: str, *, cwd: Path) -> str:
+    """Reads, checks and registers a recipe; returns its option name.
+
+    A path, and a name that a shipped option does not bear alone, gets an option name of its own.
+    """
+    loaded = load_recipe(name, cwd=cwd)
+    named = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) is not None
+    option = name if named or file_of(name) else option_of(FILE_PREFIX, Path(loaded.source))
+    register("recipe", option, loaded.mapping())
+    return option
+
+
+def quoted(value: str) -> str:
+    """`value` in the double quotes of Hydra's grammar, where a backslash counts only before a quote."""
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    trailing = re.search(r"\\+$", escaped)
+    return f'"{escaped}{trailing[0] if trailing else ""}"'
