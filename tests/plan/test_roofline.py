@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from optforge.plan.operations import Load
@@ -240,3 +241,30 @@ def test_speedup_is_the_ratio_of_the_times_and_none_where_one_is_unknown() -> No
     assert speedup(slow, fast) == pytest.approx(4800 / 2039)
     assert speedup(asdict(slow), asdict(fast)) == speedup(slow, fast)
     assert speedup(slow, predict(linear(), ONE_ROW, hardware("cpu"), dtype="bf16")) is None
+
+
+def test_operations_agree_with_pytorchs_own_counter() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=4),
+        nn.BatchNorm2d(16),
+        nn.SiLU(),
+        nn.ConvTranspose2d(16, 8, 2, stride=2),
+        nn.Conv2d(8, 32, 5),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 7),
+    ).eval()
+    images = torch.rand(3, 8, 20, 24)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(images)
+    found = predict(model, Load(kind="forward", batch=3), hardware("a100"), dtype="fp32", example=((images[:1],), {}))
+    assert found.flops == counter.get_total_flops()
+
+
+def test_packing_linears_saves_launches_and_input_reads_but_no_arithmetic() -> None:
+    apart = nn.Sequential(linear(256, 256), linear(256, 64), linear(256, 64))
+    packed = nn.Sequential(linear(256, 384))
+    before, after = (predict(model, Load(kind="forward", batch=4), hardware("h200"), dtype="bf16") for model in (apart, packed))
+    assert before.flops == after.flops
+    assert (before.kernels, after.kernels) == (3, 1)
+    assert before.bytes - after.bytes == 2 * 4 * 256 * 2
