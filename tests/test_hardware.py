@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from optforge import config
 from optforge.plan.devices import DEVICE_NAMES
 from optforge.spec import Hardware
 
@@ -101,6 +102,11 @@ def test_profile_spells_out_every_field_with_a_comment(name: str) -> None:
     assert PROFILES[name].name == name
     uncommented = [line for line in text.splitlines() if re.match(r"^[a-z]|^  (fp|tf|bf|int)\d+: \d", line) and "  # " not in line]
     assert not uncommented
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_config_reads_the_profile_as_it_is_written(name: str) -> None:
+    assert config.hardware(name) == PROFILES[name]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
