@@ -46,9 +46,10 @@ def guard(*, debug: bool) -> Iterator[None]:
 def tell(error: Exception, *, debug: bool, logfile: Path | None = None) -> int:
     """Prints one `error: ...` line per problem on stderr and returns the exit code.
 
-    A traceback is printed only under `debug`; it is always written to the log, and a crash names the log's path.
+    A traceback is printed only under `debug`. Where the run has a log, it is written there, and a crash names the path.
     """
-    log.error("%s", error, exc_info=error)
+    if logfile is not None:
+        log.error("%s", error, exc_info=error)
     if debug:
         traceback.print_exception(error)
     for line in _lines(error):

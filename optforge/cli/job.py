@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from optforge import config, logs, preflight
 from optforge.cli.failures import tell
-from optforge.errors import EXIT_CRASH, EXIT_OK, ConfigError, OptForgeError, OutputError, Problem
+from optforge.errors import EXIT_CRASH, EXIT_OK, ConfigError, OutputError, Problem
 from optforge.spec import Report, Run
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _execute(run: Run, folder: Path) -> tuple[Report, int]:
     with preflight.compiler_cache(folder) as moved:
         try:
             plan = engine.plan(run)
-        except OptForgeError as error:
+        except Exception as error:
             _write_failure(run, folder, error)
             raise
         if plan.compile is not None:
@@ -115,7 +115,7 @@ def _execute(run: Run, folder: Path) -> tuple[Report, int]:
     return report, engine.exit_code(report, run)
 
 
-def _write_failure(run: Run, folder: Path, error: OptForgeError) -> None:
+def _write_failure(run: Run, folder: Path, error: Exception) -> None:
     """A report of a run that ended before it had a plan, so that every folder says what became of it."""
     from optforge.report import store
 

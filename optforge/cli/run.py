@@ -14,6 +14,7 @@ from pathlib import Path
 from optforge import config, preflight
 from optforge.cli.failures import plural
 from optforge.cli.job import Outcome, Settings, exit_code, hydra_main
+from optforge.config.store import quoted
 
 QUESTIONS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")
 """Flags of Hydra's that print something and run nothing; they need no folder."""
@@ -63,7 +64,7 @@ def _run_folder(arguments: config.Arguments, cwd: Path) -> list[str]:
     run = config.compose(arguments, cwd=cwd)
     if named is not None:
         return []
-    return [_override(preflight.RUN_OVERRIDE, preflight.run_folder(cwd / run.output_dir, run.recipe.name, run.hardware.name))]
+    return [_override(preflight.RUN_OVERRIDE, preflight.run_folder(Path(run.output_dir), run.recipe.name, run.hardware.name))]
 
 
 def _sweep_folder(arguments: config.Arguments, cwd: Path) -> list[str]:
@@ -74,7 +75,7 @@ def _sweep_folder(arguments: config.Arguments, cwd: Path) -> list[str]:
     runs = config.compose_all(arguments, cwd=cwd)
     if named is not None:
         return []
-    return [_override(preflight.SWEEP_OVERRIDE, preflight.sweep_folder(cwd / runs[0].output_dir))]
+    return [_override(preflight.SWEEP_OVERRIDE, preflight.sweep_folder(Path(runs[0].output_dir)))]
 
 
 def _claim(named: str, cwd: Path, override: str) -> None:
@@ -89,9 +90,8 @@ def _value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def _override(key: str, folder: Path) -> str:
-    """`key='<folder>'` in Hydra's grammar, whatever characters the path holds."""
-    path = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"{key}='{path}'"
+    """`key="<folder>"` in Hydra's grammar."""
+    return f"{key}={quoted(str(folder.absolute()))}"
 
 
 def _summarize(outcomes: Sequence[Outcome]) -> None:

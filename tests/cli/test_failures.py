@@ -93,8 +93,6 @@ app()
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("codes", "expected"), [([], 0), ([0, 0], 0), ([0, 3], 3), ([3, 2], 2), ([0, 3, 1, 2], 1), ([2, 0], 2)]
-)
+@pytest.mark.parametrize(("codes", "expected"), [([], 0), ([0, 0], 0), ([0, 3], 3), ([3, 2], 2), ([0, 3, 1, 2], 1), ([2, 0], 2)])
 def test_a_sweep_ends_with_the_worst_of_its_jobs(codes: list[int], expected: int) -> None:
     assert exit_code([Outcome(folder=Path(os.curdir), code=code, verdict="ok") for code in codes]) == expected
