@@ -16,30 +16,13 @@ ROOT = Path(optforge.__file__).parent
 
 GROUPS = ("transforms", "backends", "workloads", "models", "data")
 LAYERS = {
-    0: ("errors", "spec"),
-    1: (
-        "registry",
-        "select",
-        "measure",
-        "kernels",
-        "isolate",
-        "logs",
-        "cache",
-        "fetch",
-        "atomic",
-        "checkpoint",
-        "pretrained",
-        "progress",
-        "safe_yaml",
-        "share",
-        "statetable",
-        "toolchain",
-    ),
-    2: GROUPS,
-    3: ("config", "plan", "engine", "report", "artifact", "preflight", "environment", "rows", "verdicts"),
-    4: ("cli", "api", "lightning", "__main__"),
+    0: "errors spec",
+    1: "registry select measure kernels isolate logs cache fetch atomic checkpoint compiling pretrained progress safe_yaml share statetable toolchain",
+    2: " ".join(GROUPS),
+    3: "recipe config plan engine report artifact preflight environment rows verdicts",
+    4: "cli api lightning __main__",
 }
-LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
+LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
 HEAVY = ("torch", "transformers", "lightning", "triton", "torchao", "jax", "numpy", "plotly", "jinja2")
 HELP_SECONDS = 0.3

@@ -14,6 +14,7 @@ from pathlib import Path
 from optforge import config, preflight
 from optforge.cli.failures import plural
 from optforge.cli.job import Outcome, Settings, exit_code, hydra_main
+from optforge.config import Arguments
 from optforge.config.store import quoted
 
 QUESTIONS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")
@@ -36,7 +37,7 @@ class Request:
     verbose: bool = False
     command: str = ""
 
-    def parse(self, cwd: Path) -> config.Arguments:
+    def parse(self, cwd: Path) -> Arguments:
         """Rewrites the arguments for Hydra. `--config` goes back among them, since the config layer owns its meaning."""
         named = ("--config", str(self.config)) if self.config is not None else ()
         return config.parse([*self.argv, *named], cwd=cwd, set_=self.set_, drop=self.drop, add=self.add)
@@ -56,7 +57,7 @@ def run_command(request: Request) -> int:
     return exit_code(outcomes)
 
 
-def _run_folder(arguments: config.Arguments, cwd: Path) -> list[str]:
+def _run_folder(arguments: Arguments, cwd: Path) -> list[str]:
     """Checks the run, and makes its folder; the override that tells Hydra, or none where the user named one."""
     named = _value(arguments.overrides, preflight.RUN_OVERRIDE)
     if named is not None:
@@ -67,7 +68,7 @@ def _run_folder(arguments: config.Arguments, cwd: Path) -> list[str]:
     return [_override(preflight.RUN_OVERRIDE, preflight.run_folder(Path(run.output_dir), run.recipe.name, run.hardware.name))]
 
 
-def _sweep_folder(arguments: config.Arguments, cwd: Path) -> list[str]:
+def _sweep_folder(arguments: Arguments, cwd: Path) -> list[str]:
     """The same for a sweep: every job is checked before the first one starts."""
     named = _value(arguments.overrides, preflight.SWEEP_OVERRIDE)
     if named is not None:
