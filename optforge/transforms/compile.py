@@ -13,6 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from optforge.backends.base import Backend, CompileOptions
+from optforge.compiling import compile_, lift_
 from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, repeated_blocks
@@ -160,7 +161,7 @@ def _trace(model: nn.Module, chosen: dict[str, nn.Module], ctx: Context) -> None
     args, kwargs = ctx.example
     try:
         for module in chosen.values():
-            module.compile(backend="eager", fullgraph=True)
+            compile_(module, CompileOptions(engine="eager", fullgraph=True))
         with torch.no_grad():
             model(*args, **kwargs)
     except TorchDynamoException as error:
@@ -169,4 +170,4 @@ def _trace(model: nn.Module, chosen: dict[str, nn.Module], ctx: Context) -> None
         raise PlanError(found) from error
     finally:
         for module in chosen.values():
-            module._compiled_call_impl = None
+            lift_(module)
