@@ -15,11 +15,11 @@ from typing import Any
 
 from optforge import __version__, registry, safe_yaml
 from optforge.errors import ConfigError, Problem, near
+from optforge.measure.limits import LIMITS
 from optforge.spec import GOALS, Json
 
 SCHEMA_VERSION = 1
 KEYS = ("name", "description", "extends", "goal", "steps", "limits", "schema_version", "optforge_version")
-from optforge.measure.limits import LIMITS
 STEP_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MAX_CHAIN = 16
@@ -79,15 +79,20 @@ def find(name_or_path: str, *, cwd: Path, shipped: Path) -> Path:
         path = path if path.is_absolute() else cwd / path
         if not path.exists():
             raise ConfigError(Problem(where=f"recipe={name_or_path}", what=f"there is no file {path.resolve()}", fix="check the path"))
+        if path.suffix not in (".yaml", ".yml"):
+            raise ConfigError(
+                Problem(where=f"recipe={name_or_path}", what="is not a recipe file", fix="a recipe file is named <name>.yaml")
+            )
         return path.resolve()
     names = known(cwd, shipped)
     paths = names.get(name_or_path, [])
     if not paths:
-        fix = f"{near(name_or_path, names)} known: {', '.join(sorted(names)) or 'none'}; a file is given as ./{name_or_path or 'name'}.yaml".strip()
+        listed = f"known: {', '.join(sorted(names)) or 'none'}; a file is given as ./{name_or_path or 'name'}.yaml"
+        fix = f"{near(name_or_path, names)} {listed}".strip()
         raise ConfigError(Problem(where="recipe", what=f"unknown recipe {name_or_path!r}", fix=fix))
     if len(paths) > 1:
-        listed = " and ".join(str(path) for path in paths)
-        raise ConfigError(Problem(where="recipe", what=f"{name_or_path!r} is {listed}", fix=f"give the path: recipe={paths[-1]}"))
+        both = " and ".join(str(path) for path in paths)
+        raise ConfigError(Problem(where="recipe", what=f"{name_or_path!r} is {both}", fix=f"give the path: recipe={paths[-1]}"))
     return paths[0]
 
 

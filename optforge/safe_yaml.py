@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,7 +33,7 @@ _PACKAGE_HEADER = re.compile(r"^\s*#\s*@package\b", re.MULTILINE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def scalar(text: str) -> None | bool | int | float | str:
+def scalar(text: str) -> bool | int | float | str | None:
     """What an unquoted scalar means: null, a boolean, a number that can be read in one way only, or text."""
     if text in _WORDS:
         return _WORDS[text]
@@ -108,7 +109,7 @@ class _Composer(yaml.SafeLoader):
         self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave this method untyped
         line = event.start_mark.line + 1
         if getattr(event, "tag", None):
             raise _error(f"{self._where}:{line}", f"has the tag {_shown(event.tag)}; this file is data", "remove the tag")
@@ -144,11 +145,12 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             built: Json = [self.build(item) for item in node.value]
         else:
+            assert isinstance(node, yaml.MappingNode)  # PyYAML has no fourth kind of node
             built = self._mapping(node)
         self._open.discard(id(node))
         return built
 
-    def _scalar(self, node: yaml.ScalarNode) -> None | bool | int | float | str:
+    def _scalar(self, node: yaml.ScalarNode) -> bool | int | float | str | None:
         text: str = node.value
         if "${" in text:
             raise _error(self._at(node), f"has the interpolation {_shown(text)}; this file is data", "write the value itself")

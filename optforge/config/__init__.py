@@ -2,6 +2,8 @@
 
     paths     where option files lie, and what can be chosen
     schema    plain data against the types of a dataclass
+    origins   where each value came from
+    steps     a recipe's steps, their defaults filled in
     build     a composed mapping to a `Run`, every problem at once
     store     recipes and saved runs as options of Hydra's
     saved     a resolved run as one file, and back
@@ -12,10 +14,11 @@ Recipes are read by `optforge.recipe`, which knows neither. Reading a configurat
 """
 
 from optforge.config.argv import Arguments, parse
-from optforge.config.build import hardware, step
+from optforge.config.build import hardware
 from optforge.config.compose import CONFIG_NAME, CONFIG_PATH, compose, compose_all, recipe, run_from_cfg
 from optforge.config.paths import Option, conf_dir, options, recipes_dir
 from optforge.config.saved import run_from_yaml, to_yaml
+from optforge.config.steps import step
 
 __all__ = [
     "CONFIG_NAME",

@@ -18,9 +18,10 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
 from optforge import recipe as recipes
-from optforge.config import build, paths, saved, store
+from optforge.config import build, paths, saved, steps, store
 from optforge.errors import ConfigError, Problem, UserError, near
 from optforge.safe_yaml import scalar
+from optforge.spec import Json
 
 FLAGS = {
     "-m": 0,
@@ -83,7 +84,7 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
     seen: dict[str, str] = {}
     rewritten: list[str] = []
     rewriter = _Rewriter(arguments, cwd)
-    for text in texts:
+    for text in sorted(texts, key=lambda text: not text.lstrip("+").startswith("recipe=")):
         try:
             key, override = rewriter.rewrite(text)
         except UserError as error:
@@ -93,6 +94,7 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
             problems.append(_twice(key, seen[key], text))
         seen[key] = text
         rewritten.append(override)
+    problems += _wrong_steps(seen, rewriter, added={_step_of(_added(text)) for text in add}) if not problems else []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     if arguments.config_dir is not None and "hydra.searchpath" not in seen:
@@ -142,9 +144,31 @@ def _added(text: str) -> str:
     return f"steps.{name}={value}" if value.startswith("{") else f"steps.{name}.use={value}"
 
 
+def _step_of(override: str) -> str:
+    return override.removeprefix("steps.").partition("=")[0].partition(".")[0]
+
+
+def _wrong_steps(seen: dict[str, str], rewriter: _Rewriter, *, added: set[str]) -> list[Problem]:
+    """Steps that are dropped and not there, or added and there already."""
+    if not (rewriter.chosen or rewriter.has_run_file):
+        return []
+    known = rewriter.steps()
+    dropped = [key.removeprefix("recipe.steps.") for key, text in seen.items() if key.startswith("recipe.steps.") and text.startswith("~")]
+    given = {_step_of(text.lstrip("+")) for text in seen.values() if text.lstrip("+").startswith("steps.")}
+    problems = [steps.no_such_step(name, known) for name in dropped if "." not in name and name not in known and name not in given]
+    return problems + [
+        Problem(where=f"--add {name}", what="the recipe has a step of that name", fix=f"type --set {name}.use=KIND/OPTION to change it")
+        for name in sorted(added & set(known))
+    ]
+
+
 def _twice(key: str, first: str, second: str) -> Problem:
     fix = "keep one; a recipe builds on another with extends" if key == "recipe" else "keep one"
     return Problem(where=key.removeprefix("recipe."), what=f"is given twice, as {first} and as {second}", fix=fix)
+
+
+def _refused(where: str, what: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(where=where, what=what, fix=fix))
 
 
 class _Rewriter:
@@ -154,6 +178,8 @@ class _Rewriter:
         self._arguments = arguments
         self._cwd = cwd
         self._parser = OverridesParser.create()
+        self.chosen: list[str] = []
+        """Option names of the recipes that the command line chooses."""
 
     def rewrite(self, text: str) -> tuple[str, str]:
         """The full dotted key and the override as Hydra takes it.
@@ -182,36 +208,43 @@ class _Rewriter:
         return key, f"++{key}={_keep_text(str(value)[1:])}"
 
     def _check_key(self, text: str, sign: str, key: str, value: str | None) -> None:
-        shown = key.removeprefix("recipe.")
-        numbered = re.search(r"\[|\]|(^|\.)-?[0-9]+(\.|$)", key)
-        if numbered and shown.split(".")[0].split("[")[0] in ("steps", "transforms"):
-            raise ConfigError(
-                Problem(
-                    where=text, what="steps have names, not numbers", fix="list them with optforge show, then type steps.<name>.<key>=VALUE"
-                )
-            )
-        if numbered:
-            raise ConfigError(
-                Problem(
-                    where=text,
-                    what="an element of a list cannot be changed alone",
-                    fix="write the whole list: key=[a,b]",
-                )
-            )
+        """Refuses a key that no run can have, before Hydra advises to add a plus."""
+        self._check_numbers(text, key)
         if "@" in key or (":" in key and not key.startswith("hydra")):
-            raise ConfigError(Problem(where=text, what="packages have no use here", fix="type <group>=<option>"))
+            raise _refused(text, "packages have no use here", "type <group>=<option>")
         if not key or (value is None and sign != "~"):
-            fix = (
-                f"type recipe={text}"
-                if recipes.is_path(text) or text in recipes.known(self._cwd, paths.recipes_dir())
-                else "type key=value"
-            )
-            raise ConfigError(Problem(where=text, what="is not of the form key=value", fix=fix))
+            raise _refused(text, "is not of the form key=value", f"type recipe={text}" if self._is_recipe(text) else "type key=value")
         if sign == "~" and key in build.SECTIONS:
-            raise ConfigError(Problem(where=text, what=f"a run needs its {key}", fix=f"type {key}=NAME"))
+            raise _refused(text, f"a run needs its {key}", f"type {key}=NAME")
         first = re.split(r"[./]", key)[0]
+        if first in ("limits", "goal"):
+            raise _refused(text, f"unknown key {first!r}", f"type recipe.{text.lstrip('+~')}")
         if first not in build.TOP and first != "hydra":
             raise ConfigError(build.unknown_top(first, text))
+
+    def _check_numbers(self, text: str, key: str) -> None:
+        if re.fullmatch(r"(recipe\.)?(steps|transforms)(\[|\.)-?[0-9]+.*", key):
+            names = list(self.steps())
+            shown = f"; the {len(names)} steps of this recipe are {', '.join(names)}" if names else ""
+            raise _refused(text, f"steps have names, not numbers{shown}", f"type steps.{names[0] if names else '<name>'}.<key>=VALUE")
+        if re.search(r"\[|\]|\.-?[0-9]+(\.|$)", key):
+            raise _refused(text, "one element of a list cannot be changed alone", "write the whole list: <key>=[a,b]")
+
+    def _is_recipe(self, text: str) -> bool:
+        return recipes.is_path(text) or text in recipes.known(self._cwd, paths.recipes_dir())
+
+    @property
+    def has_run_file(self) -> bool:
+        return self._arguments.config_file is not None
+
+    def steps(self) -> dict[str, Json]:
+        """Steps that any of the chosen recipes has."""
+        found: dict[str, Json] = {}
+        for option in self.chosen:
+            found |= store.load_recipe(option, cwd=self._cwd).steps
+        if not self.chosen and self._arguments.config_file is not None:
+            found = dict(saved.recipe_of(self._arguments.config_file).steps)
+        return found
 
     def _parsed(self, override: str, shown: str | None = None) -> Override:
         """The override as Hydra's grammar reads it; where it cannot, the quoted form to paste."""
@@ -250,7 +283,8 @@ class _Rewriter:
 
     def _option(self, group: str, name: str) -> str:
         if group == "recipe":
-            return store.register_recipe(name, cwd=self._cwd)
+            self.chosen.append(store.register_recipe(name, cwd=self._cwd))
+            return self.chosen[-1]
         known = self._known(group)
         if name in known or name.startswith(store.RUN_PREFIX):
             return name

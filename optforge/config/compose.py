@@ -19,7 +19,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from optforge import spec
-from optforge.config import argv, build, paths, saved, schema, store
+from optforge.config import argv, build, paths, saved, schema, steps, store
+from optforge.config.origins import Sources
 from optforge.errors import ConfigError, Problem, UserError
 from optforge.spec import Json
 
@@ -132,15 +133,20 @@ def run_from_cfg(cfg: DictConfig, *, cwd: Path, command: str = "") -> spec.Run:
 def _build(cfg: DictConfig, node: Any, cwd: Path, command: str) -> spec.Run:
     problems: list[Problem] = []
     tree = {str(key): _value(cfg, key, str(key), problems) for key in cfg if key != "hydra"}
+    try:
+        run = build.run(tree, _sources(node, cwd), cwd=cwd, command=command)
+    except ConfigError as error:  # an unresolved key stands as missing in the tree: tell it once
+        told = {problem.where for problem in problems}
+        raise ConfigError(*problems, *(problem for problem in error.problems if problem.where.split(" ")[0] not in told)) from error
     schema.raise_all(problems)
-    return build.run(tree, _sources(node, cwd), cwd=cwd, command=command)
+    return run
 
 
 def _plain(node: DictConfig | ListConfig, prefix: str, problems: list[Problem]) -> Any:
     """The composed configuration as plain data, interpolations resolved; every one that cannot be is a problem."""
     if isinstance(node, ListConfig):
         return [_value(node, index, f"{prefix}{index}", problems) for index in range(len(node))]
-    return {str(key): _value(node, key, f"{prefix}{key}", problems) for key in node}
+    return {str(key): _value(node, key, f"{prefix}{key!s}", problems) for key in node}
 
 
 def _value(node: Any, key: Any, dotted: str, problems: list[Problem]) -> Json:
@@ -151,32 +157,30 @@ def _value(node: Any, key: Any, dotted: str, problems: list[Problem]) -> Json:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         problems.append(Problem(where=dotted, what=f"cannot be resolved ({reason})", fix=f"type {dotted}=VALUE"))
-        return None
+        return schema.MISSING
     return _plain(child, f"{dotted}.", problems) if isinstance(child, DictConfig | ListConfig) else child
 
 
-def _sources(node: Any, cwd: Path) -> build.Sources:
+def _sources(node: Any, cwd: Path) -> Sources:
     """Where the values came from, as Hydra's own record of the run tells it."""
     base = str(paths.conf_dir() / f"{CONFIG_NAME}.yaml")
     if node is None:
-        return build.Sources(base=base)
+        return Sources(base=base)
     choices = {str(group): str(option) for group, option in node.runtime.choices.items() if option is not None}
     extra = tuple(_folders(node))
-    overrides = list(node.overrides.task)
+    overrides = [str(text) for text in OmegaConf.to_container(node.overrides.task, resolve=False)]
     from_file = next((path for group in build.SECTIONS if (path := _run_file(choices.get(group, ""))) is not None), None)
     if from_file is not None:
         base = str(from_file)
         own = set(saved.as_overrides(from_file, frozenset(), trusted=True))
         overrides = [text for text in overrides if text not in own]
-    files = {}
+    files: dict[str, str] = {}
     for group in ("model", "data", "workload", "hardware"):
         option = choices.get(group, "")
         found = store.file_of(option) or paths.option_files(group, extra).get(option)
         files |= {group: str(found)} if found else {}
     keys = frozenset(text.lstrip("+~").partition("=")[0] for text in overrides) - set(build.SECTIONS)
-    return build.Sources(
-        base=base, choices=choices, files=files, recipe=_recipe_file(choices.get("recipe"), cwd), overridden=keys, extra=extra
-    )
+    return Sources(base=base, choices=choices, files=files, recipe=_recipe_file(choices.get("recipe"), cwd), overridden=keys, extra=extra)
 
 
 def _run_file(option: str) -> Path | None:
@@ -207,4 +211,4 @@ def recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, cwd: Path
     if overrides:
         return compose(argv.parse([f"recipe={name_or_path}", *overrides], cwd=folder), cwd=folder).recipe
     loaded = store.load_recipe(str(name_or_path), cwd=folder)
-    return build.recipe(loaded.mapping(), build.Sources(recipe=loaded), {})
+    return steps.recipe(loaded.mapping(), Sources(recipe=loaded), {})

@@ -116,7 +116,8 @@ def unknown_option(group: str, name: str, files: dict[str, Path]) -> Problem:
     """The problem of a wrong option name."""
     known = f"known: {', '.join(files)}"
     if group == "transform":
-        same = [option for option in files if option.split("/")[0] == name.split("/")[0]]
+        kind = name.split("/", maxsplit=1)[0]
+        same = [option for option in files if option.startswith(f"{kind}/")]
         known = f"known: {', '.join(same or files)}"
     fix = near(name, files) or known
     if group == "model" and recipes.is_path(name):

@@ -8,6 +8,7 @@ from typing import Any
 
 from optforge import __version__, recipe, safe_yaml, spec
 from optforge.config import build, paths, schema, store
+from optforge.config.origins import Sources
 from optforge.errors import ConfigError, Problem, TrustError
 from optforge.spec import Json
 
@@ -35,7 +36,7 @@ def run_from_yaml(source: str | Path, *, cwd: Path | None = None, trust: bool = 
     """
     where = str(source) if isinstance(source, Path) else "run.yaml"
     tree = _tree(safe_yaml.read(source) if isinstance(source, Path) else safe_yaml.loads(source, where), where, trusted=trust)
-    return build.run(tree | {"trust": trust}, build.Sources(base=where), cwd=cwd or Path.cwd())
+    return build.run(tree | {"trust": trust}, Sources(base=where), cwd=cwd or Path.cwd())
 
 
 def as_overrides(path: Path, given: frozenset[str], *, trusted: bool) -> list[str]:

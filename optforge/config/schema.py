@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from optforge.config.origins import as_typed
 from optforge.errors import ConfigError, Problem, UserError, near
 from optforge.spec import Json
 
@@ -33,7 +34,7 @@ class Mismatch(Exception):
         super().__init__(what)
 
 
-def build(cls: type, data: Mapping[str, Json], key: str, kind: str, problems: list[Problem], where: Where = str) -> Any:
+def build(cls: type, data: Mapping[str, Json], key: str, *, kind: str, problems: list[Problem], where: Where) -> Any:
     """An instance of the dataclass `cls` from `data`, or None after adding every problem to `problems`.
 
     Args:
@@ -51,14 +52,14 @@ def build(cls: type, data: Mapping[str, Json], key: str, kind: str, problems: li
             problems.append(Problem(where=where(dotted), what=f"unknown key {name!r} in {kind}", fix=fix))
             continue
         try:
-            values[name] = convert(value, hints[name], dotted)
+            values[name] = convert(value, hints[name], as_typed(dotted))
         except Mismatch as wrong:
             problems.append(Problem(where=where(dotted), what=wrong.what, fix=wrong.fix))
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in data:
             dotted = f"{key}.{name}" if key else name
-            problems.append(Problem(where=where(dotted), what="is required and has no value", fix=f"type {dotted}=VALUE"))
+            problems.append(Problem(where=where(dotted), what="is required and has no value", fix=f"type {as_typed(dotted)}=VALUE"))
     if len(problems) > before:
         return None
     try:
@@ -229,3 +230,12 @@ def raise_all(problems: list[Problem]) -> None:
     """
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
+
+
+def collected(problems: list[Problem], function: Any, *arguments: Any) -> Any:
+    """The function's result, or None after taking over the problems that it raises."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        problems.extend(error.problems)
+    return None

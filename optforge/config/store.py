@@ -35,8 +35,9 @@ def file_of(option: str) -> Path | None:
 
 
 def register(group: str, option: str, node: Mapping[str, Json]) -> None:
-    """Makes `node` the option of that name."""
-    ConfigStore.instance().store(group=group, name=option, node=dict(node), provider="optforge")
+    """Makes `node` the option of that name; the slashes of a name are folders to Hydra."""
+    folder, _, name = f"{group}/{option}".rpartition("/")
+    ConfigStore.instance().store(group=folder, name=name, node=dict(node), package=group, provider="optforge")
 
 
 def load_recipe(option: str, *, cwd: Path) -> recipes.RecipeFile:
