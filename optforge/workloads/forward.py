@@ -6,6 +6,7 @@ example that came with it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,7 +54,7 @@ class Forward:
 
         if loaded.family == "causal_lm":
             ids = torch.zeros((2, EXAMPLE_TOKENS), dtype=torch.int64, device=device)
-            return (), {"input_ids": ids, "use_cache": False}
+            return (), {"input_ids": ids, **_without_cache(loaded)}
         if loaded.family == "image_classifier":
             assert loaded.image_shape is not None, "check() refuses a classifier without the shape of its images"
             return (torch.rand((2, *loaded.image_shape), dtype=compute_dtype(loaded.module), device=device),), {}
@@ -63,7 +64,7 @@ class Forward:
         """The batch on `device`; on the meta device its shapes, without reading data."""
         if loaded.family == "causal_lm":
             ids = token_ids(loaded, data, (self.batch_size, self.sequence), device, seed)
-            arguments: Arguments = ((), {"input_ids": ids, "use_cache": False})
+            arguments: Arguments = ((), {"input_ids": ids, **_without_cache(loaded)})
             return ForwardWork(arguments=arguments, unit="tokens", units=ids.numel(), tokens=ids.numel())
         if loaded.family == "image_classifier":
             images = self._images(loaded, data, device, seed)
@@ -144,6 +145,11 @@ class ForwardWork:
         """Weights once, and the inputs once."""
         args, kwargs = self.arguments
         return read_bytes(module, self.tokens) + tensor_bytes((*args, *kwargs.values()))
+
+
+def _without_cache(loaded: Loaded) -> dict[str, Any]:
+    """The argument that turns a transformers model's KV cache off; a language model of another make has none."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(type(loaded.module).forward).parameters else {}
 
 
 def _own_example(loaded: Loaded) -> Arguments:
