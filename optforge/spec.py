@@ -220,6 +220,14 @@ class QualityResult:
     baseline_top1: float | None = None
     top1_drop: float | None = None
     sqnr_db: float | None = None
+    """Signal to noise of the outputs; 300 stands for outputs that are the same bit for bit."""
+    cross_entropy: float | None = None
+    baseline_cross_entropy: float | None = None
+    """Nats per labelled item, for classifiers."""
+    loss_increase: float | None = None
+    """Relative increase of the task's loss: of the mean negative log-likelihood, or of the cross-entropy."""
+    relative_error: float | None = None
+    """Norm of the outputs' difference over the norm of the baseline's outputs, for modules of no known task."""
     metric: float | None = None
     baseline_metric: float | None = None
     count: int | None = None

@@ -87,7 +87,7 @@ class SmolLM2:
             module=module,
             family="causal_lm",
             name="smollm2_135m",
-            tokenizer=PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True),
+            tokenizer=PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False),
             vocab_size=49_152,
             digest=module_digest(module),
             notes=[NOTE],

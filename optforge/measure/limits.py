@@ -1,0 +1,54 @@
+"""What a recipe's `limits` may hold, and the sentence that is said when one is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from optforge.spec import QualityResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A bound on one field of `QualityResult`: a greatest or a least allowed value."""
+
+    field: str
+    words: str
+    """How the figure is called in the sentence."""
+    least: bool = False
+    form: str = ".4g"
+    """Format of both numbers."""
+
+
+LIMITS: Mapping[str, Limit] = {
+    "max_kl": Limit(field="kl", words="KL of logits"),
+    "max_perplexity_increase": Limit(field="perplexity_increase", words="perplexity", form="+.1%"),
+    "max_loss_increase": Limit(field="loss_increase", words="loss", form="+.1%"),
+    "max_top1_drop": Limit(field="top1_drop", words="drop of top-1", form=".1%"),
+    "max_relative_error": Limit(field="relative_error", words="relative error"),
+    "min_agreement": Limit(field="agreement", words="top-1 agreement", least=True, form=".1%"),
+    "min_sqnr_db": Limit(field="sqnr_db", words="SQNR in dB", least=True, form=".1f"),
+    "min_metric": Limit(field="metric", words="metric", least=True),
+}
+
+SANITY: Mapping[str, float] = {"max_loss_increase": 0.5, "max_relative_error": 0.5}
+"""Held in every run unless the recipe sets its own: a model beyond these is broken, not compressed.
+
+A loss (nats) half as high again, or outputs whose error is half their size. Rounding SmolLM2 to int4 raises its loss by
+7%; one scale that is wrong by 100 times doubles it.
+"""
+
+
+def missed(result: QualityResult, limits: Mapping[str, float]) -> list[str]:
+    """Each limit that `result` misses, with both numbers; a limit on a figure that does not exist is missed too."""
+    found = []
+    for name, bound in {**SANITY, **limits}.items():
+        limit = LIMITS[name]
+        value = getattr(result, limit.field)
+        if value is None:
+            if name in limits:
+                found.append(f"{limit.words} could not be measured here, and {name} is set")
+        elif (value < bound) if limit.least else (value > bound):
+            side = "under" if limit.least else "over"
+            found.append(f"{limit.words} {format(value, limit.form)} is {side} {name} {format(bound, limit.form.lstrip('+'))}")
+    return found
