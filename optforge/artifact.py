@@ -18,22 +18,22 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from optforge import __version__, atomic, registry
 from optforge.cache import sha256_of
-from optforge.errors import ModelError, Problem, TrustError
+from optforge.errors import ModelError, Problem
 from optforge.progress import Progress, SilentProgress
-from optforge.spec import Json
+from optforge.spec import Json, Run
 from optforge.statetable import Alias, Entry, Table, assign, table
-from optforge.transforms.base import Phase, Receipt, Touched, Transform
+from optforge.transforms.base import Context, Phase, Receipt, Touched, Transform
 
 FORMAT_VERSION = 1
 NAME = "artifact"
@@ -44,8 +44,6 @@ SHARD_BYTES = 4 * 1024**3
 RESERVE_BYTES = 1024**2
 """Room kept for headers, artifact.json and the file system."""
 SAFE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-CALLABLES = (("model", "factory"), ("data", "factory"), ("quality", "metric"))
-"""Keys of a run that can name code of the user's own."""
 
 
 def save(
@@ -188,18 +186,32 @@ def load(run_dir: Path | str, *, compile: bool = False, trust: bool = False, dev
     """
     from optforge import config
 
-    folder = _artifact_folder(Path(run_dir))
-    manifest = _manifest(folder)
-    run_yaml = _checked(folder, manifest, "run.yaml").read_text(encoding="utf-8")
-    if not trust:
-        _refuse_callables(folder / "run.yaml", run_yaml)
-    run = config.run_from_yaml(folder / "run.yaml")
-    module = _fill(run.model.source.skeleton().module, folder, manifest, torch.device(device or "cpu"))
+    saved = _Saved.read(_artifact_folder(Path(run_dir)))
+    run = config.run_from_yaml(saved.checked("run.yaml"), trust=trust)
+    place = torch.device(device or "cpu")
+    module = saved.fill(run.model.source.skeleton().module, place)
     if compile:
-        for step in run.recipe.steps:
-            if step.transform.phase is Phase.COMPILE:
-                step.transform.replay(module, Receipt())
+        _compile(module, run, place)
     return module
+
+
+def _compile(module: nn.Module, run: Run, device: torch.device) -> None:
+    """Applies the run's compile steps for the device that the module is on."""
+    backend = registry.get("backends", "nvidia" if device.type == "cuda" else device.type)()
+    workload = run.workload.source
+    for step in run.recipe.steps:
+        if step.transform.phase is Phase.COMPILE:
+            facts = backend.detect() or run.hardware
+            ctx = Context(
+                step=step.name,
+                target=run.hardware,
+                device=facts,
+                backend=backend,
+                workload=run.workload.kind,
+                uses_cache=workload.uses_cache,
+                seed=run.seed,
+            )
+            step.transform.apply(module, ctx)
 
 
 def load_into(model: nn.Module, run_dir: Path | str, *, device: torch.device | str | None = None) -> nn.Module:
@@ -207,49 +219,120 @@ def load_into(model: nn.Module, run_dir: Path | str, *, device: torch.device | s
 
     Changes `model` in place and returns it.
     """
-    folder = _artifact_folder(Path(run_dir))
-    return _fill(model, folder, _manifest(folder), torch.device(device or "cpu"))
+    return _Saved.read(_artifact_folder(Path(run_dir))).fill(model, torch.device(device or "cpu"))
 
 
-def _fill(model: nn.Module, folder: Path, manifest: Mapping[str, Any], device: torch.device) -> nn.Module:
-    """Replays the receipts on `model` and gives it the stored tensors."""
-    for entry in manifest["receipts"]:
-        _transform(entry).replay(model, _receipt(entry["receipt"]))
-    entries = {name: Entry(**{key: item for key, item in value.items() if key != "file"}) for name, value in manifest["tensors"].items()}
-    aliases = {name: Alias(**value) for name, value in manifest["aliases"].items()}
-    try:
-        assign(model, entries, aliases, _tensors(folder, manifest, device))
-    except ModelError as error:
-        raise ModelError(*(dataclasses.replace(p, where=f"{folder}: {p.where}") for p in error.problems)) from error
-    return model.eval()
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One replayable step: the registered kind, its options as written, and what it decided."""
+
+    step: str
+    use: str
+    options: Mapping[str, Json]
+    receipt: Receipt
+
+    def transform(self) -> Transform:
+        from optforge.config import schema
+
+        kind = self.use.split("/", 1)[0]
+        problems: list[Problem] = []
+        cls = registry.get("transforms", kind)
+        found = schema.build(cls, self.options, "", f"transform {kind}", problems, lambda key: f"artifact.json: step {self.step}: {key}")
+        if problems:
+            raise ModelError(*problems)
+        transform: Transform = found
+        return transform
 
 
-def _transform(entry: Mapping[str, Json]) -> Transform:
-    """The transform that wrote a receipt. Its decisions are in the receipt, so options that are gone do not matter."""
-    kind = registry.get("transforms", str(entry["use"]).split("/", 1)[0])
-    known = {field.name for field in dataclasses.fields(kind)}
-    transform: Transform = kind(**{key: value for key, value in entry["options"].items() if key in known})
-    return transform
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """An artifact's manifest, its form checked. Nothing in it is trusted further than that."""
+
+    folder: Path
+    files: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, Entry]
+    file_of: Mapping[str, str]
+    aliases: Mapping[str, Alias]
+    steps: Sequence[_Step]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Saved:
+        """Reads `folder/artifact.json`.
+
+        Raises:
+            ModelError: it is no JSON, of a newer format, or lacks what an artifact has.
+        """
+        path = folder / "artifact.json"
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _damaged(path, f"cannot be read ({error})") from error
+        version = manifest.get("format_version") if isinstance(manifest, dict) else None
+        if not isinstance(version, int):
+            raise _damaged(path, "has no format_version")
+        if version > FORMAT_VERSION:
+            what = f"has format_version {version}; this OptForge ({__version__}) reads up to {FORMAT_VERSION}"
+            raise ModelError(Problem(where=str(path), what=what, fix="upgrade OptForge"))
+        try:
+            return cls._parsed(folder, manifest)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise _damaged(path, f"cannot be understood ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _parsed(cls, folder: Path, manifest: Mapping[str, Any]) -> _Saved:
+        tensors = {name: dict(values) for name, values in manifest["tensors"].items()}
+        file_of = {name: str(values.pop("file")) for name, values in tensors.items()}
+        entries = {name: Entry(**values) for name, values in tensors.items()}
+        aliases = {name: Alias(**values) for name, values in manifest["aliases"].items()}
+        lost = sorted({alias.of for alias in aliases.values()} - set(entries))
+        if lost:
+            raise ValueError(f"aliases of tensors that are not there: {', '.join(lost)}")
+        steps = [_Step(step=s["step"], use=s["use"], options=s["options"], receipt=_receipt(s["receipt"])) for s in manifest["receipts"]]
+        return cls(folder=folder, files=dict(manifest["files"]), tensors=entries, file_of=file_of, aliases=aliases, steps=steps)
+
+    def fill(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Replays the steps on `model` and gives it the stored tensors, on `device`."""
+        values = self._values(device)
+        for step in self.steps:
+            step.transform().replay(model, step.receipt)
+        try:
+            assign(model, self.tensors, self.aliases, values)
+        except ModelError as error:
+            raise ModelError(*(dataclasses.replace(p, where=f"{self.folder}: {p.where}") for p in error.problems)) from error
+        return model.eval()
+
+    def _values(self, device: torch.device) -> dict[str, Tensor]:
+        """Every stored tensor, read from files whose sha256 was checked."""
+        by_file: dict[str, list[str]] = {}
+        for name, file in self.file_of.items():
+            by_file.setdefault(file, []).append(name)
+        found: dict[str, Tensor] = {}
+        for file, names in by_file.items():
+            path = self.checked(file)
+            try:
+                with safe_open(path, framework="pt", device=str(device)) as reader:
+                    found.update({name: reader.get_tensor(name) for name in names})
+            except SafetensorError as error:
+                raise _damaged(path, f"cannot be read ({error})") from error
+        return found
+
+    def checked(self, file: str) -> Path:
+        """The path of one of the artifact's files, its size and sha256 held against the manifest."""
+        if not SAFE_FILE.fullmatch(file):
+            raise _damaged(self.folder / "artifact.json", f"names a file outside the artifact: {file!r}")
+        path, expected = self.folder / file, self.files.get(file)
+        if expected is None or not path.is_file():
+            raise _damaged(path, "is missing")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise _damaged(path, f"has {size:,} bytes instead of {expected['bytes']:,}")
+        if sha256_of(path) != expected["sha256"]:
+            raise _damaged(path, "was changed after it was saved (its sha256 differs)")
+        return path
 
 
 def _receipt(values: Mapping[str, Any]) -> Receipt:
-    return Receipt(**{**values, "touched": [Touched(**item) for item in values.get("touched", [])]})
-
-
-def _tensors(folder: Path, manifest: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Every stored tensor, read from files whose sha256 was checked."""
-    by_file: dict[str, list[str]] = {}
-    for name, entry in manifest["tensors"].items():
-        by_file.setdefault(entry["file"], []).append(name)
-    found: dict[str, Tensor] = {}
-    for file, names in by_file.items():
-        path = _checked(folder, manifest, file)
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as reader:
-                found.update({name: reader.get_tensor(name) for name in names})
-        except SafetensorError as error:
-            raise _damaged(path, f"cannot be read ({error})") from error
-    return found
+    return Receipt(**{**values, "touched": [Touched(**item) for item in values["touched"]]})
 
 
 def _artifact_folder(run_dir: Path) -> Path:
@@ -260,52 +343,5 @@ def _artifact_folder(run_dir: Path) -> Path:
     raise ModelError(Problem(where=str(run_dir), what="holds no artifact", fix="run again with save=true"))
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    """artifact.json, checked as far as its form goes."""
-    path = folder / "artifact.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, f"cannot be read ({error})") from error
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if not isinstance(version, int):
-        raise _damaged(path, "has no format_version")
-    if version > FORMAT_VERSION:
-        what = f"has format_version {version}; this OptForge ({__version__}) reads up to {FORMAT_VERSION}"
-        raise ModelError(Problem(where=str(path), what=what, fix="upgrade OptForge"))
-    missing = [key for key in ("files", "aliases", "receipts", "tensors") if key not in manifest]
-    if missing:
-        raise _damaged(path, f"lacks {', '.join(missing)}")
-    return dict(manifest)
-
-
-def _checked(folder: Path, manifest: Mapping[str, Any], file: str) -> Path:
-    """The path of one of the artifact's files, its size and sha256 held against the manifest."""
-    if not SAFE_FILE.fullmatch(file):
-        raise _damaged(folder / "artifact.json", f"names a file outside the artifact: {file!r}")
-    path, expected = folder / file, manifest["files"].get(file)
-    if expected is None or not path.is_file():
-        raise _damaged(path, "is missing")
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        raise _damaged(path, f"has {size:,} bytes instead of {expected['bytes']:,}")
-    if sha256_of(path) != expected["sha256"]:
-        raise _damaged(path, "was changed after it was saved (its sha256 differs)")
-    return path
-
-
 def _damaged(path: Path, what: str) -> ModelError:
     return ModelError(Problem(where=str(path), what=what, fix="take another copy, or run again with save=true"))
-
-
-def _refuse_callables(path: Path, run_yaml: str) -> None:
-    """Raises TrustError when the run names code of the user's own."""
-    try:
-        values = yaml.safe_load(run_yaml)
-    except yaml.YAMLError as error:
-        raise _damaged(path, "is not YAML") from error
-    for group, key in CALLABLES:
-        named = (values.get(group) or {}).get(key) if isinstance(values, dict) else None
-        if named:
-            what = f"{group}.{key} names code to run: {named}"
-            raise TrustError(Problem(where=str(path), what=what, fix="load it with trust=true if you trust its author"))

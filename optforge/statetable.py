@@ -7,7 +7,7 @@ plain attributes, and after `load_state_dict(assign=True)` tied weights are no l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,10 +42,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """Another name of a stored tensor: the same object (a tied weight), or another object over the same storage."""
+    """Another name of a stored tensor: the same `object` (a tied weight), or another object over the same `storage`."""
 
     of: str
     same: str
+    kind: str
 
 
 @dataclass(kw_only=True)
@@ -94,9 +95,9 @@ def table(model: nn.Module) -> Table:
         elif name in found.entries or name in found.aliases:
             continue
         elif id(tensor) in objects:
-            found.aliases[name] = Alias(of=objects[id(tensor)], same="object")
+            found.aliases[name] = Alias(of=objects[id(tensor)], same="object", kind=kind)
         elif _memory(tensor) in storages:
-            found.aliases[name] = Alias(of=storages[_memory(tensor)], same="storage")
+            found.aliases[name] = Alias(of=storages[_memory(tensor)], same="storage", kind=kind)
         else:
             objects[id(tensor)] = name
             if tensor.numel():
@@ -169,9 +170,8 @@ def assign(model: nn.Module, entries: Mapping[str, Entry], aliases: Mapping[str,
     placed = {name: _restored(entry, tensors[name]) for name, entry in entries.items()}
     problems = [problem for name, entry in entries.items() if (problem := _put(model, name, entry, placed[name]))]
     for name, alias in aliases.items():
-        entry, tensor = entries[alias.of], placed[alias.of]
-        again = tensor if alias.same == "object" else _another(tensor)
-        problem = _put(model, name, entry, again)
+        entry, tensor = replace(entries[alias.of], kind=alias.kind), placed[alias.of]
+        problem = _put(model, name, entry, tensor if alias.same == "object" else _another(tensor, alias.kind))
         if problem:
             problems.append(problem)
     empty = [(name, kind) for name, kind, tensor, _ in walk(model) if tensor.is_meta]
@@ -187,11 +187,9 @@ def _restored(entry: Entry, tensor: Tensor) -> Tensor:
     return nn.Parameter(tensor, requires_grad=entry.requires_grad) if entry.kind == PARAMETER else tensor
 
 
-def _another(tensor: Tensor) -> Tensor:
-    """A new object over the same storage, parameter or not like `tensor`."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
-    return tensor.detach()
+def _another(tensor: Tensor, kind: str) -> Tensor:
+    """A new object over the same storage."""
+    return nn.Parameter(tensor.data, requires_grad=tensor.requires_grad) if kind == PARAMETER else tensor.detach()
 
 
 def _put(model: nn.Module, name: str, entry: Entry, tensor: Tensor) -> Problem | None:

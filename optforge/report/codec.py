@@ -97,6 +97,10 @@ def _build_dataclass(kind: type, value: dict[str, Json], path: str) -> Any:
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ValueError(f"{join(path, unknown[0])}: unknown key")
+    required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in value]
+    if missing:
+        raise ValueError(f"{join(path, missing[0])}: is missing")
     return kind(**{name: build(fields[name], item, join(path, name)) for name, item in value.items()})
 
 

@@ -75,8 +75,10 @@ def seconds(value: Json) -> str:
     """A duration: `0.42 s`, `12.3 s`, `3 min 20 s`."""
     if not exists(value):
         return NONE
+    if value < 0.01:
+        return "<0.01 s" if value > 0 else "0 s"
     if value < 120:
-        return f"{significant(value)} s"
+        return f"{significant(value)} s" if value >= 0.1 else f"{value:.2f} s"
     return f"{int(value // 60)} min {int(value % 60)} s"
 
 

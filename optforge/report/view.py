@@ -23,6 +23,7 @@ BADGES = {
 }
 GOOD, NEUTRAL, BAD = "good", "neutral", "bad"
 TONES = {"ok": GOOD, "no_gain": NEUTRAL, "incomplete": NEUTRAL}
+"""Every other verdict is bad."""
 UNFINISHED = {
     "no_gain": "No measurable gain",
     "failed": "The run failed",
@@ -92,7 +93,7 @@ def headline(report: Report) -> str:
     if report.verdict == "no_gain" and ratio:
         return f"No measurable gain over {against}: {figures.ratio(ratio)}"
     if report.verdict == "failed_quality":
-        return f"A quality limit was missed; {plainly}" if plainly else "A quality limit was missed"
+        return f"A quality limit was missed, though {plainly}" if plainly and ratio and ratio.value > 1 else "A quality limit was missed"
     if report.verdict in ("ok", "regression"):
         return plainly or BADGES[report.verdict]
     return UNFINISHED.get(report.verdict, report.verdict)
@@ -113,7 +114,7 @@ def details(report: Report) -> list[str]:
 def quality_phrases(quality: QualityResult | None) -> list[str]:
     """The quality difference in a few words each: `perplexity +0.7%`."""
     if quality is None:
-        return ["quality not measured"]
+        return ["no quality figures"]
     found = []
     if figures.exists(quality.perplexity_increase):
         found.append(f"perplexity {figures.percent(quality.perplexity_increase, signed=True)}")
@@ -121,7 +122,7 @@ def quality_phrases(quality: QualityResult | None) -> list[str]:
         found.append(f"top-1 {figures.percent(-quality.top1_drop, signed=True)}")
     if not found and figures.exists(quality.agreement):
         found.append(f"{figures.percent(quality.agreement)} of answers agree")
-    return found or ["quality not measured"]
+    return found or ["no quality figures"]
 
 
 def reasons(report: Report) -> list[str]:
@@ -242,14 +243,15 @@ def limits(report: Report) -> list[Limit]:
 
 def _limit(key: str, bound: float, quality: QualityResult | None) -> Limit:
     side, name = key.split("_", 1) if "_" in key else ("", key)
+    title = QUALITY.get(name) or name.replace("_", " ").capitalize()
     value = getattr(quality, name, None) if quality is not None else None
     text = figures.named(name, value)
     if not isinstance(value, int | float) or not figures.exists(value):
-        return Limit(name=name.replace("_", " "), bound=_bound(side, name, bound), value=text, used=None, missed=False)
+        return Limit(name=title, bound=_bound(side, name, bound), value=text, used=None, missed=False)
     at_least = side == "min"
     used = (bound / value if value > 0 else 2.0) if at_least else (max(value, 0.0) / bound if bound > 0 else 2.0 * (value > bound))
     missed = value < bound if at_least else value > bound
-    return Limit(name=name.replace("_", " "), bound=_bound(side, name, bound), value=text, used=used, missed=missed)
+    return Limit(name=title, bound=_bound(side, name, bound), value=text, used=used, missed=missed)
 
 
 def _bound(side: str, name: str, bound: float) -> str:
