@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL_RUN = (
-    "recipe=baseline",
-    "hardware=cpu",
-    "model=llama3_1b",
-    "workload=forward",
-    "data=tokens",
-)
+MODULE = """\
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(8, 8), torch.zeros(2, 8)
+"""
+SMALL_RUN = ("recipe=baseline", "hardware=cpu", "model=module", "model.factory=small_module:build", "workload=forward", "data=inputs")
 
 
 def _run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -52,7 +53,18 @@ def installed(request: pytest.FixtureRequest, dist: Path, tmp_path_factory: pyte
     # a plain path in a .pth file comes after the environment's own packages, and its own .pth files, such as that of
     # an editable install, are not read
     (site / "lent.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
-    _run(venv / "bin/python", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", built, cwd=venv)
+    _run(
+        venv / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--ignore-installed",
+        built,
+        cwd=venv,
+    )
     yield venv / "bin"
 
 
@@ -106,7 +118,9 @@ def test_b129_installed_package_lists_every_recipe_from_another_folder(installed
 @pytest.mark.slow
 @pytest.mark.case("B129")
 def test_b129_installed_package_runs_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    _run(installed / "optforge", "run", *SMALL_RUN, cwd=tmp_path, env=_clean_environment(tmp_path))
+    (tmp_path / "small_module.py").write_text(MODULE, encoding="utf-8")
+    env = {**_clean_environment(tmp_path), "PYTHONPATH": str(tmp_path)}
+    _run(installed / "optforge", "run", *SMALL_RUN, "measure.max_s=0.5", cwd=tmp_path, env=env)
     reports = list((tmp_path / "outputs").rglob("report.json"))
     assert len(reports) == 1
     assert json.loads(reports[0].read_text(encoding="utf-8"))["status"] == "complete"

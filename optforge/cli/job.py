@@ -6,7 +6,8 @@ end the sweep with it and print its own trace: it is told on stderr, written to 
 
 from __future__ import annotations
 
-import logging
+import io
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from optforge.spec import Report, Run
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-log = logging.getLogger(__name__)
+    from optforge.plan.make import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +110,24 @@ def _execute(run: Run, folder: Path) -> tuple[Report, int]:
         if plan.compile is not None:
             plan.warnings.extend(moved)
         terminal.print_plan(plan.describe(), out)
+        _write_plan(plan, folder)
         with terminal.Progress(err) as progress:
             report = engine.execute(plan, folder=folder, progress=progress)
     terminal.print_report(report, out)
     return report, engine.exit_code(report, run)
+
+
+def _write_plan(plan: Plan, folder: Path) -> None:
+    """plan.md and environment.json: what was about to run, and on what, whatever becomes of the run."""
+    from rich.console import Console
+
+    from optforge import environment
+    from optforge.report import terminal
+
+    text = io.StringIO()
+    terminal.print_plan(plan.describe(), Console(file=text, width=140))
+    (folder / "plan.md").write_text(f"# Plan\n\n```text\n{text.getvalue()}```\n", encoding="utf-8")
+    (folder / "environment.json").write_text(json.dumps(environment.collect(plan.backend), indent=2) + "\n", encoding="utf-8")
 
 
 def _write_failure(run: Run, folder: Path, error: Exception) -> None:
