@@ -122,19 +122,14 @@ def check(data: Json, where: str) -> None:
     """Holds the content of a recipe file against the schema.
 
     Raises:
-        ConfigError: a version mismatch first and alone, else every problem.
+        ConfigError: a version mismatch first and alone, then what is Hydra's, else every problem.
     """
     if not isinstance(data, dict):
         raise ConfigError(
             Problem(where=where, what="is not a recipe", fix="a recipe is a mapping with the keys name, description, goal, steps, limits")
         )
     check_version(data, where)
-    problems = [
-        *_foreign(data, where),
-        *_top(data, where),
-        *_steps(data.get("steps"), where),
-        *_limits(data.get("limits"), where),
-    ]
+    problems = _foreign(data, where) or [*_top(data, where), *_steps(data.get("steps"), where), *_limits(data.get("limits"), where)]
     if problems:
         raise ConfigError(*problems)
 
@@ -181,7 +176,7 @@ def _top(data: Mapping[str, Json], where: str) -> list[Problem]:
     problems = [
         Problem(where=where, what=f"unknown key {key!r}", fix=near(key, KEYS) or f"a recipe has the keys {', '.join(KEYS)}")
         for key in data
-        if key not in KEYS and key not in _HYDRA_WORDS and "@" not in key and "/" not in key
+        if key not in KEYS
     ]
     for key in ("name", "description", "extends"):
         if data.get(key) is not None and not isinstance(data[key], str):

@@ -97,8 +97,9 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
     problems += _wrong_steps(seen, rewriter, added={_step_of(_added(text)) for text in add}) if not problems else []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    if arguments.config_dir is not None and "hydra.searchpath" not in seen:
-        rewritten.append(f"hydra.searchpath=[{store.quoted(arguments.config_dir.as_uri())}]")
+    folders = [*paths.plugin_dirs(), *([arguments.config_dir] if arguments.config_dir else [])]
+    if folders and "hydra.searchpath" not in seen:
+        rewritten.append(f"hydra.searchpath=[{','.join(store.quoted(f'file://{folder}') for folder in folders)}]")
     if arguments.config_file is not None:
         trusted = any(text == "++trust=true" for text in rewritten)
         rewritten = [*saved.as_overrides(arguments.config_file, frozenset(seen), trusted=trusted), *rewritten]

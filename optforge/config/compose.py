@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 import hydra
 import yaml
@@ -168,7 +167,8 @@ def _sources(node: Any, cwd: Path) -> Sources:
         return Sources(base=base)
     choices = {str(group): str(option) for group, option in node.runtime.choices.items() if option is not None}
     extra = tuple(_folders(node))
-    overrides = [str(text) for text in OmegaConf.to_container(node.overrides.task, resolve=False)]
+    texts = OmegaConf.to_container(node.overrides.task, resolve=False)
+    overrides = [str(text) for text in texts] if isinstance(texts, list) else []
     from_file = next((path for group in build.SECTIONS if (path := _run_file(choices.get(group, ""))) is not None), None)
     if from_file is not None:
         base = str(from_file)
@@ -198,7 +198,7 @@ def _folders(node: Any) -> Iterator[Path]:
     """The user's own option folders on Hydra's search path."""
     for source in node.runtime.config_sources:
         if source.schema == "file" and source.provider not in ("main", "hydra", "schema"):
-            yield Path(unquote(urlparse(f"file://{source.path}").path))
+            yield Path(source.path)
 
 
 def recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, cwd: Path | None = None) -> spec.Recipe:
