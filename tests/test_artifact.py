@@ -20,7 +20,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from optforge import artifact, atomic, registry, statetable
+from optforge import artifact, atomic, registry
+from optforge.artifact import table as statetable
+from optforge.artifact import write
 from optforge.errors import ModelError, OutputError
 from optforge.transforms.base import Phase, Receipt, Touched
 
@@ -232,7 +234,7 @@ def test_layouts_survive(tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_split_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifact, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(write, "SHARD_BYTES", 1000)
     model = Tied().eval()
     summary = artifact.save(model, tmp_path, run_yaml="", receipts=[])
     assert sum(name.endswith(".safetensors") for name in summary["files"]) > 1
@@ -246,11 +248,11 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 sys.path.insert(0, sys.argv[2])
-from optforge import artifact
+from optforge.artifact import layout, write
 from test_artifact import Tied
-artifact.SHARD_BYTES = 500
+write.SHARD_BYTES = 500
 where = sys.argv[3]
-real_save, real_rename = artifact.save_file, os.rename
+real_save, real_rename = write.save_file, os.rename
 def save_then_die(tensors, path):
     real_save(tensors, path)
     if "00002" in path.name:
@@ -258,15 +260,15 @@ def save_then_die(tensors, path):
         time.sleep(60)
 def rename_then_die(old, new):
     real_rename(old, new)
-    if Path(new).name == artifact.PREVIOUS:
+    if Path(new).name == layout.PREVIOUS:
         print("ready", flush=True)
         time.sleep(60)
 if where == "between tensors":
-    artifact.save_file = save_then_die
+    write.save_file = save_then_die
 else:
     os.rename = rename_then_die
 torch.manual_seed(9)
-artifact.save(Tied(), Path(sys.argv[1]), run_yaml="", receipts=[])
+write.save(Tied(), Path(sys.argv[1]), run_yaml="", receipts=[])
 """
 
 

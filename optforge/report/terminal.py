@@ -10,9 +10,10 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from optforge.report import figures, view
 from optforge.spec import Report
@@ -20,6 +21,13 @@ from optforge.spec import Report
 COLOURS = {view.GOOD: "green", view.NEUTRAL: "yellow", view.BAD: "red"}
 NARROW = 110
 """Columns below which the step table keeps only what the verdict needs."""
+
+
+class _Done(ProgressColumn):
+    """`3/8` for a stage of known length, nothing for one that only spins."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
 
 
 class Progress:
@@ -36,7 +44,7 @@ class Progress:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            _Done(),
             TimeElapsedColumn(),
             console=self.console,
             transient=True,
@@ -170,7 +178,7 @@ def _cells(row: view.Row, *, narrow: bool) -> list[str]:
         return [name, p50, row.speed, figures.ratio(row.vs_previous, interval=False), verdict]
     memory = figures.nbytes(row.measured.peak_memory_bytes if row.measured else None)
     weights = figures.nbytes(row.measured.weight_bytes if row.measured else None)
-    ratios = [figures.ratio(row.vs_previous), figures.ratio(row.vs_reference)]
+    ratios = [figures.ratio(row.vs_previous, interval=False), figures.ratio(row.vs_reference)]
     return [name, escape(row.use), p50, figures.milliseconds(latency.get("p90")), row.speed, *ratios, memory, weights, verdict]
 
 
