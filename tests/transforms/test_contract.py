@@ -1,0 +1,214 @@
+"""What every registered transform option keeps to, whoever wrote it.
+
+Each option of `conf/transform` is built as a recipe would build it and applied to a toy that it can change: names are
+kept or renamed as declared, meta gives the same decisions, a second time changes nothing, the result exports, compiles
+as one graph, and is rebuilt bit for bit from its receipt. A new option file is under these tests without a line here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import context, tiny_cnn, tiny_lm, token_ids
+
+from optforge import registry
+from optforge.backends.base import CompileOptions
+from optforge.backends.cpu import CpuBackend
+from optforge.compiling import compile_, lift_
+from optforge.config.paths import options
+from optforge.config.steps import step
+from optforge.errors import UserError
+from optforge.measure.size import weight_bytes
+from optforge.select import original_name
+from optforge.share import alias, on_meta
+from optforge.spec import Hardware
+from optforge.transforms.base import Context, Receipt, Touched, Transform
+
+OPTIONS = [option.name for option in options("transform")]
+GPU = Hardware(name="h100", backend="nvidia", arch="sm_90")
+"""A target that has what every option asks for; the device stays the CPU."""
+
+
+@dataclass(kw_only=True)
+class Case:
+    """An option applied to a toy."""
+
+    transform: Transform
+    original: nn.Module
+    model: nn.Module
+    example: Tensor
+    receipt: Receipt
+
+    @property
+    def rewrites(self) -> bool:
+        """Compile changes how a module is called and no tensor."""
+        return self.transform.kind != "compile"
+
+
+def toy(use: str) -> tuple[nn.Module, Tensor]:
+    """A model that the option changes, and its input. Widths are multiples of the largest group size."""
+    if use == "fuse/conv_bn":
+        return tiny_cnn(), torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model = tiny_lm(width=128, heads=4, tied=False)
+    return (model.bfloat16() if use == "precision/fp32" else model), token_ids()
+
+
+def around(example: Tensor, **fields: object) -> Context:
+    return dataclasses.replace(context("contract", ((example,), {}), **fields), target=GPU)
+
+
+def run(model: nn.Module, example: Tensor) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = model(example)
+    return output
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def case(request: pytest.FixtureRequest) -> Case:
+    transform = step("contract", {"use": request.param}).transform
+    original, example = toy(request.param)
+    model = alias(original)
+    with torch.no_grad():
+        receipt = transform.apply(model, around(example, backend=CpuBackend()))
+    for module in model.modules():
+        lift_(module)
+    return Case(transform=transform, original=original, model=model, example=example, receipt=receipt)
+
+
+def test_every_registered_kind_has_an_option() -> None:
+    assert {name.split("/", maxsplit=1)[0] for name in OPTIONS} == set(registry.names("transforms"))
+
+
+def test_it_is_a_frozen_transform(case: Case) -> None:
+    assert isinstance(case.transform, Transform)
+    field = dataclasses.fields(case.transform)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(case.transform, field, None)
+    assert list(case.transform.check(around(case.example))) == []
+
+
+def test_something_is_touched_and_the_receipt_is_true(case: Case) -> None:
+    assert case.receipt.touched
+    for touched in case.receipt.touched:
+        module = case.model.get_submodule(touched.name)
+        assert touched.what
+        for name, dtype in touched.dtypes.items():
+            assert str(getattr(module, name).dtype) == f"torch.{dtype.removeprefix('torch.')}"
+    before, after = weight_bytes(case.original), weight_bytes(case.model)
+    assert case.receipt.total_bytes == before
+    assert case.receipt.bytes_before - case.receipt.bytes_after == before - after
+    assert sum(t.bytes_before for t in case.receipt.touched) == case.receipt.bytes_before
+
+
+def test_it_is_written_as_strict_json(case: Case) -> None:
+    written = json.dumps(dataclasses.asdict(case.receipt), allow_nan=False)
+    assert json.loads(written)["decisions"] == json.loads(json.dumps(case.receipt.decisions))
+
+
+def test_names_are_kept_or_renamed_as_declared(case: Case) -> None:
+    names = {name for name, _ in case.model.named_modules()}
+    assert all(original_name(name) == name for name in names)
+    assert {name for name, _ in case.original.named_modules()} <= names, "the model's own code still finds every module"
+    added = names - {name for name, _ in case.original.named_modules()}
+    assert added <= set(case.receipt.renamed)
+    before, after = set(case.original.state_dict()), set(case.model.state_dict())
+    renamed = {name for originals in case.receipt.renamed.values() for name in originals}
+    touched = {touched.name for touched in case.receipt.touched}
+    assert {key.rpartition(".")[0] for key in before - after} <= renamed | touched
+    assert {key.rpartition(".")[0] for key in after - before} <= touched
+
+
+def test_parameters_stay_parameters(case: Case) -> None:
+    for touched in case.receipt.touched:
+        own = dict(case.model.get_submodule(touched.name).named_parameters(recurse=False))
+        assert all(name in own for name in touched.dtypes if name.startswith("weight"))
+
+
+def test_the_tree_it_shares_tensors_with_is_as_it_was(case: Case) -> None:
+    untouched, example = toy_of(case)
+    assert torch.equal(run(case.original, example), run(untouched, example))
+    for (name, old), new in zip(case.original.state_dict().items(), untouched.state_dict().values(), strict=True):
+        assert old.dtype == new.dtype and torch.equal(old, new), name
+
+
+def toy_of(case: Case) -> tuple[nn.Module, Tensor]:
+    """The same toy again, seeded alike."""
+    return toy(next(name for name in OPTIONS if step("contract", {"use": name}).transform == case.transform))
+
+
+def test_meta_gives_the_same_structure_and_sizes(case: Case) -> None:
+    model = on_meta(case.original)
+    receipt = case.transform.apply(model, around(case.example.to("meta")))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert dataclasses.asdict(receipt) == dataclasses.asdict(case.receipt)
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in case.model.state_dict().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()} == expected
+
+
+def test_a_second_time_is_refused_or_changes_nothing(case: Case) -> None:
+    model = copy.deepcopy(case.model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        receipt = case.transform.apply(model, around(case.example))
+    except UserError:
+        receipt = Receipt()
+    assert receipt.touched == [] or not case.rewrites
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert torch.equal(run(model, case.example), run(case.model, case.example))
+
+
+def test_the_output_stays_near_the_original(case: Case) -> None:
+    before, after = run(case.original, case.example).double(), run(case.model, case.example).double()
+    assert after.isfinite().all()
+    # 4 bits on random weights lose a good part; anything wired wrongly is off by more than the signal itself
+    assert (after - before).norm() / before.norm() < 0.5
+
+
+def test_copies_compute_the_same(case: Case) -> None:
+    expected = run(case.model, case.example)
+    assert torch.equal(run(copy.deepcopy(case.model), case.example), expected)
+    assert torch.equal(run(alias(case.model), case.example), expected)
+
+
+def test_it_exports(case: Case) -> None:
+    program = torch.export.export(case.model, (case.example,), strict=False)
+    exported = run(program.module(), case.example)
+    torch.testing.assert_close(exported, run(case.model, case.example), atol=1e-4, rtol=1e-4)
+
+
+def test_it_compiles_as_one_graph(case: Case, fresh_compiler: None) -> None:
+    model = alias(case.model)
+    compile_(model, CompileOptions(engine="eager", fullgraph=True))
+    torch.testing.assert_close(run(model, case.example), run(case.model, case.example), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same(case: Case, fresh_compiler: None) -> None:
+    model, expected = alias(case.model), run(case.model, case.example).float()
+    compile_(model, CompileOptions(fullgraph=True))
+    tolerance = 3e-2 if run(case.model, case.example).dtype != torch.float32 else 1e-3
+    assert (run(model, case.example).float() - expected).norm() / expected.norm() < tolerance
+
+
+def test_the_receipt_rebuilds_it_bit_for_bit(case: Case) -> None:
+    """As loading an artifact does: structure on meta, receipt from JSON, tensors assigned."""
+    written = json.loads(json.dumps(dataclasses.asdict(case.receipt)))
+    receipt = Receipt(**{**written, "touched": [Touched(**touched) for touched in written["touched"]]})
+    rebuilt = on_meta(toy_of(case)[0])
+    case.transform.replay(rebuilt, receipt)
+    missing = rebuilt.load_state_dict(case.model.state_dict(), assign=True)
+    assert (missing.missing_keys, missing.unexpected_keys) == ([], [])
+    assert torch.equal(run(rebuilt, case.example), run(case.model, case.example))
+    assert [type(m).__name__ for m in rebuilt.modules()] == [type(m).__name__ for m in case.model.modules()]
+
+
+def test_only_floating_parameters_ask_for_a_gradient(case: Case) -> None:
+    assert [name for name, p in case.model.named_parameters() if p.requires_grad and not p.is_floating_point()] == []
