@@ -1,0 +1,44 @@
+"""y = x8 @ weight8.T * (row scale * channel scale) + bias: activations go to fp8 as they come, the product runs in fp8.
+
+x [rows, K] in bf16, fp16 or fp32; weight uint8 [N, K], the bits of e4m3fn or e4m3fnuz; scale fp32 [N, 1] or [1, 1];
+bias [N] or None; y [rows, N] in x's dtype. With one scale per weight row the activations have one per row as well, else
+one in all (the two forms that the matrix units' libraries take). Sums are fp32, without the faster accumulation of
+Hopper, whose 14 bits would be one more loss beside the format's own.
+
+The product is `torch._scaled_mm`; the rounding before it is plain PyTorch, so that Inductor fuses it with the norm that
+makes x. There is no kernel of our own and no operator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optforge.kernels.dispatch import takes_kernel
+from optforge.kernels.formats import FNUZ, FORMATS, OCP
+from optforge.kernels.rounding import fp8_rows
+
+
+def fp8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fmt: str, *, per_row: bool) -> Tensor:
+    """The product; on a device whose own format is another, or that has none, the same numbers in plain PyTorch."""
+    form = FORMATS[fmt]
+    native = FNUZ if torch.version.hip and "gfx94" in _arch(x) else OCP
+    if not x.shape[0] or not takes_kernel(x) or form is not native:
+        return reference(x, weight, scale, bias, fmt, per_row=per_row)
+    rounded, row_scale = fp8_rows(x, form, per_row=per_row)
+    channel_scale = scale.t() if per_row else scale
+    y = torch._scaled_mm(rounded, weight.view(form.dtype).t(), row_scale, channel_scale, out_dtype=torch.bfloat16)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fmt: str, *, per_row: bool) -> Tensor:
+    """Plain PyTorch: the same fp8 values, multiplied in bf16 where x is bf16 (they are exact there), else in fp32."""
+    rounded, row_scale = fp8_rows(x, FORMATS[fmt], per_row=per_row)
+    dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
+    product = torch.mm(rounded.to(dtype), weight.view(FORMATS[fmt].dtype).to(dtype).t())
+    y = product.float() * row_scale * scale.flatten()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _arch(x: Tensor) -> str:
+    return str(torch.cuda.get_device_properties(x.device).gcnArchName)

@@ -1,0 +1,166 @@
+"""Rounds the weights of linear layers to int8, int4 or fp8, and their activations as they come where the scheme says so.
+
+Round to nearest by the largest absolute value, without calibration data. What is quantized keeps its name and stays an
+`nn.Linear` (see optforge/kernels/linears.py); what is not is listed with the reason, because a model that is half
+quantized looks like a slow kernel otherwise. After each layer the stored numbers are held against the originals, and one
+product per shape against plain arithmetic on this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+from optforge.errors import Problem
+from optforge.measure.utilization import has_units
+from optforge.spec import Hardware, Scheme
+from optforge.transforms.base import Context, Lowered, Phase, Receipt
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DEFAULT_TARGETS = ("Linear", "Conv1D")
+GROUP_SIZES = (16, 32, 64, 96, 128, 192, 256)
+"""What the int4 kernels take (`kernels.int4_weight.GROUP_SIZES`; a test holds them equal)."""
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(name="int8_weight", weight_dtype="int8", weight_bits=8, granularity="channel"),
+        Scheme(
+            name="int8_dynamic",
+            weight_dtype="int8",
+            weight_bits=8,
+            granularity="channel",
+            activation_dtype="int8",
+            activation_granularity="row",
+        ),
+        Scheme(name="int4_weight", weight_dtype="int4", weight_bits=4, granularity="group", group_size=64, symmetric=False),
+        Scheme(name="fp8_weight", weight_dtype="fp8", weight_bits=8, granularity="channel"),
+        Scheme(
+            name="fp8_dynamic",
+            weight_dtype="fp8",
+            weight_bits=8,
+            granularity="channel",
+            activation_dtype="fp8",
+            activation_granularity="row",
+        ),
+    )
+}
+"""Scheme name -> what `quantize/<name>` means with the defaults of its option file."""
+
+
+class SchemeName(Enum):
+    int8_weight = "int8_weight"
+    int8_dynamic = "int8_dynamic"
+    int4_weight = "int4_weight"
+    fp8_weight = "fp8_weight"
+    fp8_dynamic = "fp8_dynamic"
+
+
+class Activation(Enum):
+    row = "row"
+    tensor = "tensor"
+
+
+class Tied(Enum):
+    skip = "skip"
+    untie = "untie"
+    both = "both"
+
+
+class Misfit(Enum):
+    error = "error"
+    skip = "skip"
+    pad = "pad"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """What is rounded, to what, and what happens to layers that the scheme does not fit."""
+
+    kind: ClassVar[str] = "quantize"
+    phase: ClassVar[Phase] = Phase.QUANTIZE
+
+    scheme: SchemeName
+    """int8_weight, int4_weight, fp8_weight: stored so, multiplied in the model's dtype. int8_dynamic, fp8_dynamic:
+    activations are rounded too and the product runs in int8 or fp8."""
+    group_size: int | None = None
+    """int4_weight: inputs that share a scale; null is one scale per output channel. Other schemes have one per channel."""
+    symmetric: bool = True
+    """int4_weight: false stores an integer zero point beside each scale. Other schemes are symmetric."""
+    activation: Activation = Activation.row
+    """fp8_dynamic: row is a scale per token and per output channel; tensor is one for the whole input and the whole weight."""
+    targets: list[str] = field(default_factory=lambda: list(DEFAULT_TARGETS))
+    """Selectors of what is quantized. Of the default entries, those that the model lacks are left out."""
+    ignore: list[str] = field(default_factory=list)
+    """Selectors of what is left as it is; they win over `targets`."""
+    ignore_extra: list[str] = field(default_factory=list)
+    """Added to `ignore`, where replacing its list would lose the recipe's entries."""
+    tied: Tied = Tied.skip
+    """A linear whose weight is also the embedding's. skip: left as it is; untie: the linear alone is quantized, and the
+    model keeps both; both: one quantized weight serves both."""
+    on_misfit: Misfit = Misfit.error
+    """int4_weight: a width that the group size does not divide. error: refused, all layers named; skip: left as they are;
+    pad: the last group of a row is shorter."""
+    strict: bool = False
+    """A weight that is targeted, or kept as 3-D experts, and stays unquantized is an error."""
+
+    def check(self, ctx: Context) -> Iterator[Problem]:
+        """Fields that contradict the scheme, and group sizes that no kernel takes."""
+        where, name = f"step {ctx.step}", self.scheme.name
+        int4 = self.scheme is SchemeName.int4_weight
+        if self.group_size is not None and not int4:
+            yield Problem(where=where, what=f"group_size does not apply to {name}", fix="take it out, or use quantize/int4_weight")
+        elif self.group_size is not None and self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            yield Problem(where=where, what=f"group_size {self.group_size} has no kernel", fix=f"use one of {sizes}, or null")
+        if not self.symmetric and not int4:
+            yield Problem(where=where, what=f"symmetric: false does not apply to {name}", fix="take it out, or use quantize/int4_weight")
+        if self.activation is Activation.tensor and self.scheme is not SchemeName.fp8_dynamic:
+            yield Problem(where=where, what=f"activation: tensor does not apply to {name}", fix="write activation: row")
+
+    def lower(self, target: Hardware) -> Lowered | None:
+        """A dynamic scheme becomes its weight-only one where the target has no units for the product."""
+        needed = self.to_scheme().activation_dtype
+        if needed is None or has_units(target, needed):
+            return None
+        runs_as = {"int8": SchemeName.int8_weight, "fp8": SchemeName.fp8_weight}[needed]
+        return Lowered(
+            requested=self.scheme.name,
+            runs_as=runs_as.name,
+            transform=replace(self, scheme=runs_as, activation=Activation.row),
+            reason=f"{target.name} has no {needed} matrix units: {self.scheme.name} runs as {runs_as.name}",
+        )
+
+    def to_scheme(self) -> Scheme:
+        """The scheme with this step's group size, symmetry and granularity."""
+        scheme = SCHEMES[self.scheme.name]
+        if self.scheme is SchemeName.int4_weight:
+            granularity = "channel" if self.group_size is None else "group"
+            return replace(scheme, granularity=granularity, group_size=self.group_size, symmetric=self.symmetric)
+        if self.activation is Activation.tensor:
+            return replace(scheme, granularity="tensor", activation_granularity="tensor")
+        return scheme
+
+    def apply(self, model: nn.Module, ctx: Context) -> Receipt:
+        """Quantizes in place. Everything that refuses is found before the first layer changes.
+
+        Raises:
+            SelectorError: an entry of `targets` or `ignore` matches nothing.
+            PlanError: a targeted layer is quantized already, is parametrised, or misfits the group size; all are named.
+                With `strict`, a weight stays unquantized.
+            StepError: what was stored is not finite, or is further from the original than rounding explains.
+        """
+        from optforge.transforms.quantize.rewrite import rewrite
+        from optforge.transforms.quantize.survey import survey
+
+        return rewrite(model, survey(model, self, ctx.step), self.to_scheme(), ctx)
+
+    def replay(self, model: nn.Module, receipt: Receipt) -> None:
+        """The same layers under the same schemes, without values."""
+        from optforge.transforms.quantize.rewrite import rebuild
+
+        rebuild(model, receipt.decisions)

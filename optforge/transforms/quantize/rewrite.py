@@ -1,0 +1,100 @@
+"""Turns the surveyed layers into quantized ones, checks each, and writes the receipt; rebuilds them from a receipt."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from optforge.errors import StepError
+from optforge.kernels.formats import FORMATS, format_for
+from optforge.kernels.linears import QuantizedLinear, quantize_, share_
+from optforge.measure.size import nbytes
+from optforge.spec import Scheme
+from optforge.transforms.base import Context, Receipt, Touched
+from optforge.transforms.quantize.survey import IN_OUT, Survey, out_in
+from optforge.transforms.quantize.verify import verify_product, verify_storage
+
+
+def rewrite(model: nn.Module, found: Survey, scheme: Scheme, ctx: Context) -> Receipt:
+    """Quantizes `found.layers` in place and says what changed."""
+    fmt = format_for(ctx.target)
+    receipt = Receipt(total_bytes=found.total_bytes, skipped=found.skipped, ignored=found.ignored, unmatched=found.unmatched)
+    shapes: set[tuple[int, ...]] = set()
+    for name, module in found.layers.items():
+        weight = out_in(module, found.layouts[name])
+        before = nbytes(weight)
+        linear = quantize_(module, weight, scheme, fmt, step=ctx.step)
+        if not weight.is_meta:
+            verify_storage(linear, weight, name, ctx.step)
+            if tuple(weight.shape) not in shapes:
+                verify_product(linear, weight.dtype, name, ctx.step)
+                shapes.add(tuple(weight.shape))
+        receipt.touched.append(_touched(name, linear, before, found.layouts[name]))
+        receipt.kernels[linear.operator] = receipt.kernels.get(linear.operator, 0) + 1
+        for partner in _share(model, linear, found.ties.get(name, []), found.policy):
+            receipt.touched.append(
+                Touched(name=partner, what=f"{scheme.name}, one weight with {name}", dtypes=_dtypes(model.get_submodule(partner)))
+            )
+        if name in found.ties and found.policy == "untie":
+            receipt.notes.append(f"{name} was tied to {', '.join(found.ties[name])} and no longer is: the model now holds both weights")
+    receipt.bytes_before = sum(touched.bytes_before for touched in receipt.touched)
+    receipt.bytes_after = sum(touched.bytes_after for touched in receipt.touched)
+    receipt.decisions = {
+        "step": ctx.step,
+        "scheme": asdict(scheme),
+        "fp8_format": fmt.name,
+        "layers": {name: found.layouts[name] for name in found.layers},
+        "ties": found.ties,
+        "tied": found.policy,
+    }
+    if found.ties:
+        _forget_tie(model)
+    return receipt
+
+
+def rebuild(model: nn.Module, decisions: dict[str, Any]) -> None:
+    """Gives `model` the layers that a receipt's decisions name."""
+    scheme, fmt = Scheme(**decisions["scheme"]), FORMATS[decisions["fp8_format"]]
+    for name, layout in decisions["layers"].items():
+        module = _named(model, name, decisions["step"])
+        linear = quantize_(module, out_in(module, layout), scheme, fmt, step=decisions["step"])
+        _share(model, linear, decisions["ties"].get(name, []), decisions["tied"])
+    if decisions["ties"]:
+        _forget_tie(model)
+
+
+def _named(model: nn.Module, name: str, step: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise StepError(f"step {step}: the receipt names {name}, which this model does not have") from error
+
+
+def _share(model: nn.Module, linear: QuantizedLinear, partners: list[str], policy: str) -> list[str]:
+    """Under `both`, lets the embeddings read the storage of `linear`; the names of those it changed."""
+    if policy != "both":
+        return []
+    for name in partners:
+        embedding = model.get_submodule(name)
+        assert isinstance(embedding, nn.Embedding)
+        share_(embedding, linear)
+    return partners
+
+
+def _forget_tie(model: nn.Module) -> None:
+    """Tells a transformers model that its weights are not tied, lest `tie_weights` puts the float embedding back in the head."""
+    config = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False  # type: ignore[union-attr]  # it has the attribute, as the line above saw
+
+
+def _touched(name: str, linear: QuantizedLinear, before: int, layout: str) -> Touched:
+    what = linear.scheme.name + (", weight stored as (out, in)" if layout == IN_OUT else "")
+    after = sum(nbytes(parameter) for _, parameter in linear.stored())
+    return Touched(name=name, what=what, bytes_before=before, bytes_after=after, dtypes=_dtypes(linear))
+
+
+def _dtypes(module: nn.Module) -> dict[str, str]:
+    return {key: str(parameter.dtype).removeprefix("torch.") for key, parameter in module.named_parameters(recurse=False)}
