@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from optforge.report import figures, view
 from optforge.spec import Json, Report
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 440, 300, 58, 40, 14, 14
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 440, 300, 48, 40, 14, 26
 NO_PEAK = "n/a: no published peak for this device"
 
 
@@ -170,7 +170,7 @@ def _drawing(
             Point(x=at(x, y)[0], y=at(x, y)[1], name=name, text=figures.rate(y, "FLOP/s"), predicted=predicted) for name, x, y in places
         ],
         x_ticks=[(at(10.0**e, 10.0**y_low)[0], figures.significant(10.0**e, 1)) for e in range(x_low, x_high + 1)],
-        y_ticks=[(at(10.0**x_low, 10.0**e)[1], figures.rate(10.0**e, "")) for e in range(y_low, y_high + 1)],
+        y_ticks=[(at(10.0**x_low, 10.0**e)[1], figures.prefixed(10.0**e, 1)) for e in range(y_low, y_high + 1)],
     )
 
 

@@ -49,19 +49,22 @@ def nbytes(value: Json) -> str:
 
 def rate(value: Json, unit: str) -> str:
     """A rate with a metric prefix: `782 TFLOP/s`."""
-    if not exists(value):
-        return NONE
-    amount = float(value)
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(amount) < 1000:
-            return f"{significant(amount)} {prefix}{unit}"
-        amount /= 1000
-    return f"{significant(amount)} P{unit}"
+    return f"{prefixed(value)}{unit}" if exists(value) else NONE
 
 
 def count(value: Json) -> str:
     """A large count in words: `135 M`."""
-    return rate(value, "").rstrip() if exists(value) else NONE
+    return prefixed(value).rstrip() if exists(value) else NONE
+
+
+def prefixed(value: float, digits: int = 3) -> str:
+    """A number and its metric prefix: `782 T`, ready for a unit."""
+    amount = float(value)
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(amount) < 1000:
+            return f"{significant(amount, digits)} {prefix}"
+        amount /= 1000
+    return f"{significant(amount, digits)} P"
 
 
 def percent(value: Json, *, signed: bool = False) -> str:
