@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from optforge.errors import Problem, SelectorError
+from optforge.errors import Problem, UserError
 from optforge.measure.utilization import CUDA_UNITS, compute_capability, has_units, peak
 from optforge.plan.operations import Example, Load, linear_shape
 from optforge.plan.roofline import predict, product_dtype, speedup
-from optforge.select import select
 from optforge.spec import Hardware, Json, Scheme, Step
 from optforge.transforms.base import Lowered
 from optforge.transforms.quantize import SCHEMES
+from optforge.transforms.quantize.survey import survey
 
 
 def alternatives(
@@ -26,8 +26,9 @@ def alternatives(
     """The options that `hardware` runs as written in place of `step`, the one with the highest predicted speedup first.
 
     Each is `{use, predicted_speedup, native, note}`. The speedup is against `module` as it is; null where the profile has no
-    peaks, and the order is then `SCHEMES`' own. `native` tells whether the product itself runs in the low precision, or only
-    the storage does. Steps of other kinds than `quantize` have no alternatives here.
+    peaks, and the native ones then stand first. `native` tells whether the product itself runs in the low precision, or only
+    the storage does. Steps of other kinds than `quantize`, and steps that select no layer, have no
+    alternatives here.
 
     Args:
         step: the quantize step that the target cannot run as written.
@@ -36,6 +37,8 @@ def alternatives(
     if step.kind != "quantize":
         return []
     linears = _linears(step, module)
+    if not linears:
+        return []
     before = predict(module, load, hardware, dtype=dtype, example=example)
     asked = step.use.partition("/")[2]
     found: list[dict[str, Json]] = []
@@ -74,13 +77,11 @@ def lacks(hardware: Hardware, dtype: str) -> str:
 
 
 def _linears(step: Step, module: nn.Module) -> dict[str, nn.Module]:
-    """The linears that the step selects; none where its selectors are wrong, which the step itself then reports."""
-    targets, ignore = getattr(step.transform, "targets", ["Linear"]), getattr(step.transform, "ignore", [])
+    """The linears that the step would quantize; none where the step is wrong, which its own check then reports."""
     try:
-        chosen = select(module, targets, ignore, step=step.name, eligible=lambda _, child: linear_shape(child) is not None, strict=False)
-    except SelectorError:
+        return survey(module, step.transform, step.name).layers
+    except UserError:
         return {}
-    return chosen.chosen
 
 
 def _fits(linear: nn.Module, scheme: Scheme) -> bool:

@@ -182,12 +182,18 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def scheme_bytes(module: nn.Module, shape: tuple[int, int], scheme: Scheme) -> int:
-    """Bytes that a linear of this shape would hold under `scheme`: packed weights, fp32 scales, integer zero points, bias."""
+    """Bytes that a linear of this shape would hold under `scheme`, as `kernels.linears` stores it.
+
+    Packed weights row by row, fp32 scales, a byte of zero point beside each scale of an asymmetric scheme, int32 row sums
+    where int8 activations are multiplied, and the bias as it is.
+    """
     inputs, outputs = shape
+    weights = outputs * -(-inputs * scheme.weight_bits // 8)
     scales = {"tensor": 1, "channel": outputs, "group": outputs * -(-inputs // (scheme.group_size or inputs))}[scheme.granularity]
     zero_points = 0 if scheme.symmetric else scales
+    sums = 4 * outputs if scheme.activation_dtype == "int8" else 0
     bias = getattr(module, "bias", None)
-    return inputs * outputs * scheme.weight_bits // 8 + 4 * scales + zero_points + (nbytes(bias) if isinstance(bias, Tensor) else 0)
+    return weights + 4 * scales + zero_points + sums + (nbytes(bias) if isinstance(bias, Tensor) else 0)
 
 
 def _stored(module: nn.Module) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from optforge.plan.alternatives import alternatives, lacks, refusal
 from optforge.plan.operations import Load
+from optforge.plan.roofline import predict, speedup
+from optforge.share import on_meta
 from optforge.spec import Hardware, Json, Step
-from optforge.transforms.base import Lowered
-from optforge.transforms.quantize import SCHEMES
+from optforge.transforms.base import Context, Lowered
+from optforge.transforms.quantize import SCHEMES, Quantize, SchemeName
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
 PREFILL = Load(kind="prefill", batch=1, tokens_per_call=2048)
@@ -27,8 +29,9 @@ def hardware(name: str) -> Hardware:
 
 
 def step(use: str = "quantize/fp8_dynamic", ignore: tuple[str, ...] = ("lm_head",)) -> Step:
-    """A step as the ranking reads it: its option and its two selectors."""
-    return Step(name="weights", use=use, options={}, transform=SimpleNamespace(targets=["Linear"], ignore=list(ignore)))
+    option = use.partition("/")[2]
+    transform = Quantize(scheme=SchemeName[option], ignore=list(ignore)) if option in SCHEMES else None
+    return Step(name="weights", use=use, options={}, transform=transform)
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +112,29 @@ def test_other_kinds_have_no_alternatives(llama: nn.Module) -> None:
 def test_B39_the_refusal_names_the_capability_and_the_alternatives(llama: nn.Module, name: str, sentence: str) -> None:
     target = hardware(name)
     ranked = alternatives(step(), llama, PREFILL, target, dtype="bf16")
-    lowered = Lowered(requested="fp8_dynamic", runs_as="fp8_weight", transform=step().transform, reason="no fp8 units")
+    lowered = step().transform.lower(target)
     problem = refusal(step(), lowered, target, ranked)
     assert str(problem).startswith(f"step weights: {sentence}; alternatives: int8_dynamic, ")
     assert "fp8_weight" in problem.fix
     assert "CUDA version" not in str(problem)
+
+
+@pytest.mark.parametrize("load", [PREFILL, DECODE])
+@pytest.mark.parametrize("option", sorted(SCHEMES))
+def test_an_alternative_is_predicted_as_the_quantized_model_itself(llama: nn.Module, option: str, load: Load) -> None:
+    target = hardware("h100")
+    asked = step("quantize/int8_weight" if option != "int8_weight" else "quantize/int4_weight")
+    ranked = {item["use"]: item["predicted_speedup"] for item in alternatives(asked, llama, load, target, dtype="bf16")}
+    before, quantized = predict(llama, load, target, dtype="bf16"), on_meta(llama)
+    chosen = step(f"quantize/{option}").transform
+    if option == "int4_weight":
+        chosen = replace(chosen, group_size=SCHEMES[option].group_size, symmetric=SCHEMES[option].symmetric)
+    chosen.apply(quantized, Context(step="weights", target=target, device=target))
+    assert ranked[f"quantize/{option}"] == pytest.approx(speedup(before, predict(quantized, load, target, dtype="bf16")), rel=1e-12)
+
+
+def test_a_step_whose_selectors_are_wrong_is_left_to_its_own_check(llama: nn.Module) -> None:
+    assert alternatives(step(ignore=("lm_haed",)), llama, PREFILL, hardware("a100"), dtype="bf16") == []
 
 
 @pytest.mark.case("B39")
