@@ -15,7 +15,7 @@ from optforge.errors import ModelError, Problem
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -81,7 +81,7 @@ def filled(
     return checked
 
 
-def random_state(structure: PreTrainedModel, seed: int) -> dict[str, Tensor]:
+def random_state(structure: nn.Module, seed: int) -> dict[str, Tensor]:
     """Weights for shapes and speed: normal with deviation 0.02 (the architectures' own), norms 1, biases 0.
 
     One block of normal numbers serves all tensors, each from its own offset: drawing 8 billion takes minutes, copying
@@ -90,18 +90,28 @@ def random_state(structure: PreTrainedModel, seed: int) -> dict[str, Tensor]:
     import torch
 
     block = torch.empty(2**24).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
-    state, offset = {}, 0
+    state, start = {}, 0
     for name, tensor in structure.named_parameters():
         if tensor.dim() < 2:
-            state[name] = (
-                torch.zeros(tensor.shape, dtype=tensor.dtype) if name.endswith("bias") else torch.ones(tensor.shape, dtype=tensor.dtype)
-            )
+            value = 0.0 if name.endswith("bias") else 1.0
+            state[name] = torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
             continue
-        own = torch.roll(block, -offset).to(tensor.dtype)
-        offset += 1_000_003
-        whole, rest = divmod(tensor.numel(), own.numel())
-        state[name] = torch.cat([own] * whole + [own[:rest]]).view(tensor.shape)
+        block = block.to(tensor.dtype)
+        state[name] = _repeated(block, start, tensor.numel()).view(tensor.shape)
+        start = (start + 1_000_003) % block.numel()
     return state
+
+
+def _repeated(block: Tensor, start: int, count: int) -> Tensor:
+    """`count` values of a block, read from `start` on and again from its beginning as often as needed."""
+    import torch
+
+    flat, done = torch.empty(count, dtype=block.dtype), 0
+    while done < count:
+        take = min(block.numel() - start, count - done)
+        flat[done : done + take] = block[start : start + take]
+        done, start = done + take, 0
+    return flat
 
 
 @contextmanager
