@@ -277,11 +277,12 @@ def _traced(module: nn.Module, example: Example, batch: int) -> tuple[dict[nn.Mo
     first = next(_tensors((args, kwargs)), None)
     if first is None or first.dim() == 0:
         return {}, "the example holds no tensor with a batch dimension"
+    computes = next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), None)
     state = {name: tensor.to("meta") for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     handles = [child.register_forward_hook(record) for child in module.modules() if not list(child.children())]
     try:
         with torch.no_grad():
-            torch.func.functional_call(module, state, _on_meta(args), _on_meta(kwargs))
+            torch.func.functional_call(module, state, _on_meta(args, computes), _on_meta(kwargs, computes))
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return {}, f"the model does not run on meta tensors: {str(error).splitlines()[0]}"
     finally:
@@ -295,5 +296,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _on_meta(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, tree)
+def _on_meta(tree: Any, computes: torch.dtype | None) -> Any:
+    """The example on meta; its floating-point tensors in the dtype of the model, which a step may have changed."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("meta", computes if leaf.is_floating_point() and computes is not None else leaf.dtype)
+
+    return torch.utils._pytree.tree_map(move, tree)

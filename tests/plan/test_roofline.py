@@ -198,6 +198,12 @@ def test_a_real_model_is_traced_on_meta_and_left_as_it_was() -> None:
     assert not any(child._forward_hooks for child in model.modules())
 
 
+def test_an_example_in_another_dtype_than_the_model_still_sizes_it() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3)).to("meta", torch.float16)
+    example = ((torch.empty(1, 1, 8, 8, device="meta", dtype=torch.bfloat16),), {})
+    assert predict(model, ONE_ROW, hardware("t4"), dtype="fp16", example=example).flops == 2 * 4 * 9 * 36
+
+
 def test_transposed_linears_of_gpt2_are_counted() -> None:
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=32)
     with torch.device("meta"):
