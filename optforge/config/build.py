@@ -18,6 +18,8 @@ from optforge.spec import Json
 SECTIONS = ("recipe", "model", "data", "workload", "hardware")
 """The config groups, which are also the first keys of a run."""
 PART_KEYS = ("name", "kind")
+PATH_KEYS = ("path", "folder", "checkpoint", "weights", "tokenizer")
+"""Options of models and data that may be paths."""
 ABOVE_ZERO = ("tokens", "window", "items", "min_rounds", "max_s", "budget_s", "steady")
 
 
@@ -120,12 +122,13 @@ def part(group: str, node: Json, sources: Sources, cwd: Path, origins: dict[str,
 def _absolute(key: str, value: Json, cwd: Path) -> Json:
     """A path option made absolute: a relative path means the folder that the command was started in.
 
-    A bare name that does not exist there may be a name on a hub and stays as it is.
+    A bare name may be a name on a hub or a word (`weights: random`), and stays as it is unless it is a `path` that exists.
     """
-    if not isinstance(value, str) or not (key in ("path", "folder") or key.endswith(("_path", "_folder"))):
+    if not isinstance(value, str) or key not in PATH_KEYS:
         return value
     explicit = value.startswith(("./", "../", "~")) or value in (".", "..")
-    if explicit or (value and value != schema.MISSING and (cwd / value).exists()):
+    named = "/" in value or key == "path"
+    if explicit or (named and value not in ("", schema.MISSING) and (cwd / value).exists()):
         return os.path.normpath(cwd / Path(value).expanduser())
     return value
 
