@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from optforge.backends.base import Backend, CompileOptions
+from optforge.backends.base import CompileOptions
 from optforge.compiling import compile_, lift_
 from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
@@ -125,12 +125,6 @@ class Compile:
             )
         whole = not blocks or (self.scope is Scope.auto and ctx.uses_cache)
         return {"": model} if whole else {original_name(name): block for name, block in blocks.items()}
-
-
-def lift(model: nn.Module, backend: Backend) -> None:
-    """Takes the compile off every module of a tree, so that the next step sees plain modules."""
-    for module in model.modules():
-        backend.lift(module)
 
 
 def graph_break(error: BaseException) -> Problem | None:

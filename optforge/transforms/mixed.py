@@ -53,4 +53,4 @@ def _blank(mixins: tuple[type[Mixed], ...], base: type) -> Any:
     """An instance without state, for `copy` and `pickle` to fill."""
     for mixin in mixins:
         base = _mixed_class(mixin, base)
-    return base.__new__(base)
+    return object.__new__(base)

@@ -15,7 +15,7 @@ from optforge.errors import PlanError
 from optforge.share import on_meta
 from optforge.spec import Hardware
 from optforge.transforms.base import Context
-from optforge.transforms.compile import Compile, Mode, OnMissing, Scope, graph_break, lift
+from optforge.transforms.compile import Compile, Mode, OnMissing, Scope, graph_break
 
 
 class EagerBackend(CpuBackend):
@@ -55,7 +55,8 @@ def test_scope(scope: Scope, uses_cache: bool, expected: list[str], fresh_compil
     receipt = Compile(scope=scope, mode=Mode.max_autotune).apply(model, context(backend=backend, uses_cache=uses_cache))
     assert compiled(model) == expected == [touched.name for touched in receipt.touched]
     assert {options.mode for options in backend.asked} == {"max-autotune"}
-    lift(model, backend)
+    for module in model.modules():
+        backend.lift(module)
     assert compiled(model) == []
 
 

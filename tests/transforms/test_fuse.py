@@ -247,6 +247,21 @@ def test_references_follow_copies_replacements_and_casts() -> None:
     assert torch.equal(replaced(ids), expected)
 
 
+def test_a_packed_linear_that_becomes_another_class_is_used_as_it_is_then() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model, reference = tiny_lm(), tiny_lm()
+    fuse(model, token_ids())
+    attention, plain, x = model.layers[0].attention, reference.layers[0].attention, torch.randn(1, 3, 32)
+    attention.qkv_proj.__class__ = Doubled
+    torch.testing.assert_close(attention.v_proj(x), 2 * plain.v_proj(x))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        plain.get_submodule(name).weight.data *= 2
+    torch.testing.assert_close(attention(x), plain(x))
+
+
 # What is left apart, and why.
 
 
