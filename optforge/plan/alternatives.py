@@ -26,7 +26,7 @@ def alternatives(
     """The options that `hardware` runs as written in place of `step`, the one with the highest predicted speedup first.
 
     Each is `{use, predicted_speedup, native, note}`. The speedup is against `module` as it is; null where the profile has no
-    peaks, and the native ones then stand first. `native` tells whether the product itself runs in the low precision, or only
+    peaks. Equal ones stand native first, then those that store what was asked for. `native` tells whether the product itself runs in the low precision, or only
     the storage does. Steps of other kinds than `quantize`, and steps that select no layer, have no
     alternatives here.
 
@@ -55,7 +55,13 @@ def alternatives(
                 "note": _note(hardware, scheme, dtype),
             }
         )
-    return sorted(found, key=lambda item: (-(item["predicted_speedup"] or 0.0), not item["native"]))
+    stored = SCHEMES[asked].weight_dtype if asked in SCHEMES else None
+
+    def rank(item: dict[str, Json]) -> tuple[float, bool, bool]:
+        keeps_storage = SCHEMES[item["use"].partition("/")[2]].weight_dtype == stored
+        return -round(item["predicted_speedup"] or 0.0, 3), not item["native"], not keeps_storage
+
+    return sorted(found, key=rank)
 
 
 def refusal(step: Step, lowered: Lowered, hardware: Hardware, ranked: Sequence[Mapping[str, Json]]) -> Problem:
