@@ -26,9 +26,9 @@ def alternatives(
     """The options that `hardware` runs as written in place of `step`, the one with the highest predicted speedup first.
 
     Each is `{use, predicted_speedup, native, note}`. The speedup is against `module` as it is; null where the profile has no
-    peaks. Equal ones stand native first, then those that store what was asked for. `native` tells whether the product itself runs in the low precision, or only
-    the storage does. Steps of other kinds than `quantize`, and steps that select no layer, have no
-    alternatives here.
+    peaks. `native` tells whether the product itself runs in the low precision, or only the storage does. Equal ones stand
+    native first, then those that store what was asked for. Steps of other kinds than `quantize`, and steps that select no
+    layer, have no alternatives here.
 
     Args:
         step: the quantize step that the target cannot run as written.
