@@ -356,6 +356,14 @@ def test_a_bad_manifest_is_refused_in_one_line(saved: tuple[nn.Module, Path], ch
         artifact.load_into(on_meta(), folder)
 
 
+def test_another_model_is_refused_in_a_few_lines(saved: tuple[nn.Module, Path]) -> None:
+    _, folder = saved
+    edit(folder, "m['receipts'] = []")
+    with pytest.raises(ModelError) as error:
+        artifact.load_into(nn.Linear(2, 2, device="meta"), folder)
+    assert len(str(error.value).splitlines()) == 4 and "more do not fit this model" in str(error.value)
+
+
 def test_a_truncated_a_changed_and_a_missing_file_are_told(saved: tuple[nn.Module, Path]) -> None:
     _, folder = saved
     path = folder / "artifact/model.safetensors"

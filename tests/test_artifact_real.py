@@ -115,6 +115,7 @@ def test_b06_layers_that_the_recipe_ignores_are_on_disk_as_they_came(tmp_path: P
 
 
 @pytest.mark.case("B78")
+@pytest.mark.slow
 def test_b78_a_fresh_process_answers_the_same(tmp_path: Path, checkpoint: Path) -> None:
     run = composed(tmp_path, hf(checkpoint), *RECIPES["int8_weight"])
     model, receipts = transformed(run)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from optforge.errors import ModelError, Problem
 
 PARAMETER, BUFFER, ATTRIBUTE = "parameter", "buffer", "attribute"
+SHOWN_PROBLEMS = 3
 WRAPPER = "_orig_mod"
 """The path component that `torch.compile(module)` puts before every name."""
 STORABLE = frozenset(
@@ -177,7 +178,13 @@ def assign(model: nn.Module, entries: Mapping[str, Entry], aliases: Mapping[str,
     empty = [(name, kind) for name, kind, tensor, _ in walk(model) if tensor.is_meta]
     problems += [Problem(where=name, what=f"this {kind} of the model is not in the artifact") for name, kind in empty]
     if problems:
-        raise ModelError(*problems)
+        raise ModelError(*_shortened(problems))
+
+
+def _shortened(problems: list[Problem]) -> list[Problem]:
+    """The first problems and how many more there are: a wrong model misses every name."""
+    more = len(problems) - SHOWN_PROBLEMS
+    return problems if more <= 0 else [*problems[:SHOWN_PROBLEMS], Problem(where="tensors", what=f"{more} more do not fit this model")]
 
 
 def _restored(entry: Entry, tensor: Tensor) -> Tensor:
