@@ -202,9 +202,12 @@ def _syntax_problem(error: yaml.YAMLError, text: str, where: str) -> Problem:
     if mark is None:
         return Problem(where=where, what=_shown(what))
     at = f"{where}:{mark.line + 1}"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    if "???" in line and "'?'" in what:
+        return Problem(where=at, what="??? between braces is not valid YAML", fix="write '???' in quotes, or one key a line")
     if "unknown escape character" in what:
-        lines = text.splitlines()
-        quoted = re.findall(r'"((?:\\.|[^"\\])*)"', lines[mark.line] if mark.line < len(lines) else "")
+        quoted = re.findall(r'"((?:\\.|[^"\\])*)"', line)
         pattern = next((found for found in quoted if "\\" in found), "re:...")
         return _single_quotes(at, pattern)
     if "expected a single document" in what or "another document" in what:

@@ -128,7 +128,7 @@ def test_refused(typed: tuple[str, ...], start: Path) -> None:
 
 
 def test_add_of_a_step_that_is_there(start: Path) -> None:
-    with pytest.raises(ConfigError, match="--set compile.use"):
+    with pytest.raises(ConfigError, match=r"--set compile\.use"):
         config.parse([RECIPE], cwd=start, add=["compile=compile/inductor"])
 
 

@@ -29,7 +29,7 @@ def _comments_missing(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("option", TRANSFORMS)
 def test_transform_option_spells_out_every_field_with_a_comment(option: str) -> None:
-    kind = option.split("/")[0]
+    kind = option.split("/", maxsplit=1)[0]
     cls = registry.get("transforms", kind)
     assert list(safe_yaml.read(TRANSFORMS[option])) == _fields(cls)
     assert _comments_missing(TRANSFORMS[option]) == []
@@ -67,7 +67,6 @@ def test_values_of_the_file_are_those_of_the_class_where_one_option_carries_the_
 
 
 def test_top_level_values_are_those_of_the_classes() -> None:
-    from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: F401  (hydra is importable here)
     from omegaconf import OmegaConf
 
     from optforge.config.build import Settings

@@ -60,6 +60,7 @@ HOSTILE = {
     "escape sequence": ("name: \x1b[31mred\n", "special characters"),
     "two documents": ("name: a\n---\nname: b\n", "more than one"),
     "a list": ("- a\n- b\n", "not a recipe"),
+    "marks between braces": ("name: x\nsteps: {a: {use: ???}}\n", "in quotes"),
     "nothing": ("# only a comment\n", "empty"),
     "extends itself": ("name: x\nextends: ./mine.yaml\n", "extends itself"),
     "number as key": ("name: x\nsteps: {? [a, b] : {use: x}}\n", "key"),
@@ -191,7 +192,8 @@ def test_b137_one_wrong_field_is_one_problem(tmp_path: Path) -> None:
 def test_extends_lays_keys_over_and_appends_new_steps(tmp_path: Path) -> None:
     _write(
         tmp_path,
-        "name: base\ngoal: memory\ndescription: b\nsteps:\n  one: {use: a/b, x: 1, y: 2}\n  two: {use: c/d}\nlimits: {max_kl: 1.0, min_sqnr_db: 5}\n",
+        "name: base\ngoal: memory\ndescription: b\n"
+        "steps:\n  one: {use: a/b, x: 1, y: 2}\n  two: {use: c/d}\nlimits: {max_kl: 1.0, min_sqnr_db: 5}\n",
         "base.yaml",
     )
     child = _load(

@@ -94,15 +94,17 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
             problems.append(_twice(key, seen[key], text))
         seen[key] = text
         rewritten.append(override)
-    problems += _wrong_steps(seen, rewriter, added={_step_of(_added(text)) for text in add}) if not problems else []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
+    if arguments.config_file is not None:
+        trusted = "++trust=true" in rewritten
+        rewritten = [*saved.as_overrides(arguments.config_file, frozenset(seen), trusted=trusted), *rewritten]
+    problems = _wrong_steps(seen, rewriter, added={_step_of(_added(text)) for text in add})
+    if problems:
+        raise ConfigError(*problems)
     folders = [*paths.plugin_dirs(), *([arguments.config_dir] if arguments.config_dir else [])]
     if folders and "hydra.searchpath" not in seen:
         rewritten.append(f"hydra.searchpath=[{','.join(store.quoted(f'file://{folder}') for folder in folders)}]")
-    if arguments.config_file is not None:
-        trusted = any(text == "++trust=true" for text in rewritten)
-        rewritten = [*saved.as_overrides(arguments.config_file, frozenset(seen), trusted=trusted), *rewritten]
     return replace(arguments, overrides=tuple(rewritten))
 
 
@@ -244,7 +246,7 @@ class _Rewriter:
         for option in self.chosen:
             found |= store.load_recipe(option, cwd=self._cwd).steps
         if not self.chosen and self._arguments.config_file is not None:
-            found = dict(saved.recipe_of(self._arguments.config_file).steps)
+            found |= saved.recipe_of(self._arguments.config_file).steps
         return found
 
     def _parsed(self, override: str, shown: str | None = None) -> Override:

@@ -63,7 +63,7 @@ def as_overrides(path: Path, given: frozenset[str], *, trusted: bool) -> list[st
 
 def recipe_of(path: Path) -> recipe.RecipeFile:
     """The recipe section of a run file, whose every value came from that file."""
-    node = safe_yaml.read(path)["recipe"]
+    node = safe_yaml.read(path).get("recipe") or {}
     steps = _without_defaults(node)["steps"]
     return recipe.RecipeFile(name=str(node.get("name")), steps=steps, source=str(path))
 
