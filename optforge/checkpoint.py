@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -126,13 +127,12 @@ def _refused(path: Path, error: pickle.UnpicklingError) -> ModelError | TrustErr
     try:
         wanted = sorted(get_unsafe_globals_in_checkpoint(str(path)))
     except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError):
-        wanted = []  # not in PyTorch's zip layout: the loader's own words are all there is
-    if wanted:
-        what = f"loading it would run code: it wants {', '.join(wanted)}"
-    elif "Unsupported global" in str(error) or "GLOBAL" in str(error):
-        what = f"loading it would run code ({str(error).splitlines()[0]})"
-    else:
-        return ModelError(Problem(where=str(path), what=f"is truncated or damaged ({str(error).splitlines()[0]})"))
+        # not in PyTorch's zip layout, or an opcode that is refused itself: the loader's message names the first one
+        wanted = re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
+    if not wanted:
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()[-1].strip()
+        return ModelError(Problem(where=str(path), what=f"is no file of weights, or damaged ({reason})", fix="save it as safetensors"))
+    what = f"loading it would run code: it wants {', '.join(wanted)}"
     return TrustError(Problem(where=str(path), what=what, fix="save it as safetensors, or set model.trust=true if you trust the file"))
 
 
@@ -164,7 +164,8 @@ def require_finite(state: Iterable[tuple[str, Tensor]], where: str, *, allow: bo
     for name, tensor in state:
         if not tensor.is_floating_point() or tensor.is_meta or _finite(tensor):
             continue
-        nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+        wide = tensor.float()  # fp8 lacks most operations
+        nan, inf = int(torch.isnan(wide).sum()), int(torch.isinf(wide).sum())
         bad.append(f"{name} ({nan} NaN, {inf} Inf of {tensor.numel()})")
     if bad and not allow:
         what = f"{len(bad)} tensors hold values that are not finite: {some(bad)}"
