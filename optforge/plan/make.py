@@ -156,7 +156,7 @@ class _Planner:
         self.problems.extend(workload.check(loaded))
         if self.problems:
             raise PlanError(*self.problems)
-        self.load = roofline.load_of(workload)
+        self.load = roofline.load_of(workload, loaded.family)
         self.example = example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
         baseline = self._predict(loaded.module)

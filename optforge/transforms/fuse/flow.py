@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from optforge.errors import PlanError, Problem, StepError
@@ -43,8 +45,10 @@ def outputs(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], c
         PlanError: the pass fails, as it does on meta when the model reads values on the host.
     """
     args, kwargs = example
-    # Versions of tensors, by which writes in place are seen, are not counted in inference mode.
-    with torch.inference_mode(False), torch.no_grad():
+    # Versions of tensors, by which writes in place are seen, are not counted in inference mode. Fake tensors, because
+    # transformers reads values on the host unless it sees that it is being traced.
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if ctx.planning else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), fake:
         try:
             result = model(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
