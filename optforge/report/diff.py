@@ -20,8 +20,3 @@ def words(before: str, after: str) -> tuple[list[Run], list[Run]]:
         if j2 > j1:
             right.append(("".join(second[j1:j2]), tag != "equal"))
     return left, right
-
-
-def share_equal(before: str, after: str) -> float:
-    """The share of words that the two texts have in common, in order, from 0 to 1."""
-    return SequenceMatcher(a=before.split(), b=after.split(), autojunk=False).ratio()

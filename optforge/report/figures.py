@@ -31,6 +31,11 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - size)}f}"
 
 
+def rounded(value: float) -> str:
+    """`value` to three significant digits, zeros after them: `889,000`."""
+    return significant(float(f"{value:.3g}"))
+
+
 def milliseconds(value: Json) -> str:
     return f"{significant(value)} ms" if exists(value) else NONE
 
@@ -115,7 +120,7 @@ def _unit(key: str, value: float) -> str:  # noqa: PLR0911  one line per unit re
     if key.endswith("_ms"):
         return milliseconds(value)
     if key.endswith("_per_s"):
-        return f"{significant(value, 4)} {key.removesuffix('_per_s').replace('_', ' ')}/s"
+        return f"{rounded(value)} {key.removesuffix('_per_s').replace('_', ' ')}/s"
     if key.endswith(("seconds", "_s")):
         return seconds(value)
     if key.endswith("speedup"):

@@ -16,7 +16,7 @@ def render(report: Report) -> str:
         f"# {_text(report.recipe.get('name') or 'run')} for {_text(view.target_name(report))}: {badge}",
         f"**{_text(view.verdict_line(report))}.**",
         _subject(report),
-        _section("Warnings", _bullets(report.warnings)),
+        _section("Warnings", _bullets(view.warnings(report))),
         _section("Downgrades", _downgrades(report)),
         _section(f"Steps, {view.measured_label(report)}", _steps(report)),
         _section(f"Quality, {view.measured_label(report)}", _quality(report)),

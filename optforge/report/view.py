@@ -125,6 +125,12 @@ def quality_phrases(quality: QualityResult | None) -> list[str]:
     return found or ["no quality figures"]
 
 
+def warnings(report: Report) -> list[str]:
+    """Everything to know that changes no verdict, the saved artifact's part too."""
+    saved = (report.artifact or {}).get("warnings") or []
+    return [*report.warnings, *(str(line) for line in saved if line not in report.warnings)]
+
+
 def reasons(report: Report) -> list[str]:
     """What explains the verdict beyond its figures: limits that were missed, what stopped the run."""
     missed = list(report.quality.missed) if report.quality else []
@@ -168,7 +174,7 @@ def speed(measured: Measurement | None) -> str:
         return figures.NONE
     for value, unit in ((measured.tokens_per_s, "tok/s"), (measured.items_per_s, "items/s")):
         if value is not None and figures.exists(value):
-            return f"{figures.significant(value)} {unit}"
+            return f"{figures.rounded(value)} {unit}"
     return figures.NONE
 
 

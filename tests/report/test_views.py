@@ -154,6 +154,14 @@ def test_nulls_are_written_as_not_available() -> None:
     assert "None" not in shown(samples.incomplete(), 140) and "None" not in markdown.render(samples.incomplete())
 
 
+@pytest.mark.case("B17")
+def test_b17_an_artifact_that_grew_is_warned_about_everywhere() -> None:
+    report = samples.ok_stand_in()
+    report.artifact = {"path": "artifact", "bytes": 3, "warnings": ["not smaller: tie broken: head.weight"]}
+    for text in (html.render(report), markdown.render(report), shown(report, 140)):
+        assert "not smaller: tie broken: head.weight" in text
+
+
 def test_the_waterfall_is_to_scale() -> None:
     bars = charts.waterfall(samples.ok_stand_in())
     assert [bar.row.name for bar in bars] == ["baseline", "compile", "fuse", "weights"]
@@ -212,6 +220,7 @@ def test_differences_of_generations_are_marked() -> None:
         ("weight_bytes", 999, "999 B"),
         ("bandwidth_bytes_per_s", 4.8e12, "4.80 TB/s"),
         ("flops", 6.9e10, "69.0 GFLOP"),
+        ("tokens_per_s", 888_889.0, "889,000 tokens/s"),
         ("mfu", 0.6123, "61.2%"),
         ("mfu", None, "n/a"),
         ("kl", float("nan"), "n/a"),
