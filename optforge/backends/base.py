@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from optforge.compiling import Family
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
@@ -29,6 +31,8 @@ class CompileOptions:
     fullgraph: bool = False
     dynamic: bool | None = None
     options: Mapping[str, Json] = field(default_factory=dict)
+    family: Family | None = None
+    """Modules that are given the same one share compiled programs; without one a module shares with no other."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,18 @@ def time_rounds(candidate: Candidate, baseline: Candidate | None, *, synchronize
     until `options.max_s` seconds; `options.min_rounds` (at least 3) are always run. Collecting garbage is left for between
     rows.
     """
-    runners = [_Runner(candidate, synchronize)] + ([] if baseline is None else [_Runner(baseline, synchronize)])
+    candidates = [candidate] if baseline is None else [candidate, baseline]
+    samples, steady = time_together(candidates, synchronize=synchronize, options=options)
+    return Samples(samples_s=samples[0], baseline_samples_s=samples[1] if len(samples) > 1 else [], steady=steady)
+
+
+def time_together(candidates: Sequence[Candidate], *, synchronize: Callable[[], None], options: Measure) -> tuple[list[list[float]], bool]:
+    """Times several calls in the same rounds, each round forwards or backwards in turn; see `time_rounds`.
+
+    Returns each candidate's samples in seconds, paired by round, and whether all are steady: each one's ratio to the
+    last, or the median of a single one.
+    """
+    runners = [_Runner(candidate, synchronize) for candidate in candidates]
     for runner in runners:
         runner.warm_up(options)
     least = max(options.min_rounds, LEAST_ROUNDS)
@@ -64,11 +75,7 @@ def time_rounds(candidate: Candidate, baseline: Candidate | None, *, synchronize
             rounds += 1
             if rounds >= least and (rounds - least) % CHECK_EVERY == 0:
                 steady = _steady([runner.samples for runner in runners], options.steady)
-    return Samples(
-        samples_s=runners[0].samples,
-        baseline_samples_s=runners[1].samples if len(runners) > 1 else [],
-        steady=steady,
-    )
+    return [runner.samples for runner in runners], steady
 
 
 class _Runner:
@@ -115,9 +122,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def _steady(samples: list[list[float]], within: float) -> bool:
-    """Whether half the 95% interval of the ratio (of the median, without a baseline) is within a fraction of it."""
-    own = np.asarray(samples[0])
-    values = np.asarray(samples[1]) / own if len(samples) > 1 else own
+    """Whether half the 95% interval of each one's ratio to the last (of the median of a single one) is within a fraction."""
+    *others, last = (np.asarray(one) for one in samples)
+    return all(_narrow(last / other, within) for other in others) if others else _narrow(last, within)
+
+
+def _narrow(values: NDArray[np.float64], within: float) -> bool:
     low, high = np.quantile(_medians(values, seed=0, resamples=500), _tails(len(values)))
     return bool((high - low) / 2 <= within * np.median(values))
 

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from optforge.backends.base import CompileOptions
-from optforge.compiling import compile_, lift_
+from optforge.compiling import Family, compile_, lift_
 from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, repeated_blocks
@@ -93,8 +93,10 @@ class Compile:
         chosen = self._modules(model, ctx)
         receipt = Receipt(total_bytes=weight_bytes(model))
         if ctx.backend is not None:
+            shared = Family()
             for module in chosen.values():
-                ctx.backend.compile(module, self._options())
+                # with a cache each block is bound to its layer's place in it, and can share no program with another
+                ctx.backend.compile(module, self._options(Family() if ctx.uses_cache else shared))
         elif self.fullgraph:
             _trace(model, chosen, ctx)
         what = f"compiled by {self.engine.value}, mode {self.mode.value}"
@@ -109,8 +111,8 @@ class Compile:
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """The structure is as it was: a loaded model is compiled by whoever runs it."""
 
-    def _options(self) -> CompileOptions:
-        return CompileOptions(engine=self.engine.value, mode=self.mode.value, fullgraph=self.fullgraph, dynamic=self.dynamic)
+    def _options(self, family: Family) -> CompileOptions:
+        return CompileOptions(engine=self.engine.value, mode=self.mode.value, fullgraph=self.fullgraph, dynamic=self.dynamic, family=family)
 
     def _modules(self, model: nn.Module, ctx: Context) -> dict[str, nn.Module]:
         """What is compiled, by name; the whole model has the name ''."""

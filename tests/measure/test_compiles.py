@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from optforge.backends.base import Candidate, CompileOptions
 from optforge.backends.cpu import CpuBackend
-from optforge.compiling import compile_
+from optforge.compiling import Family, compile_
 from optforge.measure import compiles, row
 from optforge.spec import Measure
 
@@ -72,7 +76,7 @@ def test_b91_a_value_read_is_two_graphs_and_one_break_with_its_place() -> None:
     compile_(model, EAGER)
     seen = compiles.first_calls(lambda: model(torch.ones(3)), lambda: None)
     assert (seen.graphs, seen.graph_breaks) == (2, 1)
-    line = next(i for i, text in enumerate(open(__file__), 1) if "x.sum().item() > 0" in text)
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "x.sum().item() > 0" in text)
     (reason,) = seen.reasons
     assert reason.startswith(f"{__file__}:{line}: ")
     assert "item" in reason
@@ -106,20 +110,57 @@ def test_an_eager_call_is_made_once_and_has_no_compile_time() -> None:
 def test_pytorchs_own_classes_are_compiled_too(model: nn.Module) -> None:
     model.compile(backend="eager")
     alone = run_sizes(model, range(2, 3))
-    assert alone.graphs == 0, "nn.Module.compile now compiles these itself: compiling.py needs its frame no longer"
+    assert alone.graphs == 0, "nn.Module.compile now compiles these itself: compiling.py has one reason less"
     compile_(model, EAGER)
     assert run_sizes(model, range(2, 3)).graphs == 1
 
 
-def test_modules_of_pytorchs_own_classes_do_not_share_one_recompile_limit() -> None:
-    models = [nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)]) for depth in range(1, 11)]
-    for model in models:
-        compile_(model, EAGER)
+def test_a_family_of_equal_blocks_compiles_once() -> None:
+    family = Family()
+    blocks = nn.Sequential(*[Square() for _ in range(12)])
+    for block in blocks:
+        compile_(block, CompileOptions(engine="eager", family=family))
+    assert run_sizes(blocks, range(2, 3)).graphs == 1
+
+
+@pytest.mark.case("B90")
+def test_b90_many_rows_of_one_class_do_not_use_up_one_limit() -> None:
+    rows = [Square() for _ in range(12)]
+    for row_ in rows:
+        compile_(row_, CompileOptions(engine="eager", dynamic=False, family=Family()))
     with compiles.watch() as seen, torch.no_grad():
-        for model in models:
-            model(torch.randn(2, 4))
-    assert seen.graphs == len(models) > torch._dynamo.config.recompile_limit
+        for size, row_ in enumerate(rows, start=2):
+            row_(torch.randn(size, 4))
+    assert seen.graphs == len(rows) > torch._dynamo.config.recompile_limit
     assert not seen.limit_hit
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_run_outside_the_program_whenever_they_come(when: str) -> None:
+    model, ran = Square(), []
+
+    @torch.compiler.disable  # a hook that cannot be traced, as those of fully_shard
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        ran.append(1)
+
+    if when == "before":
+        model.register_forward_pre_hook(hook)
+    compile_(model, CompileOptions(engine="eager", fullgraph=True))
+    if when == "after":
+        run_sizes(model, range(2, 3))
+        model.register_forward_pre_hook(hook)
+    seen = run_sizes(model, range(2, 3))
+    assert (seen.graphs, seen.graph_breaks, ran) == (1, 0, [1])
+
+
+def test_a_compiled_module_can_be_copied_and_pickled() -> None:
+    model, x = Square(), torch.randn(2, 4)
+    compile_(model, EAGER)
+    with torch.no_grad():
+        expected = model(x)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert twin._compiled_call_impl is None
+            assert torch.equal(twin(x), expected)
 
 
 @pytest.mark.case("B100")

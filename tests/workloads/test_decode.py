@@ -22,6 +22,7 @@ from llamas import (
 )
 from torch import Tensor, nn
 
+from optforge import registry
 from optforge.backends.base import CompileOptions
 from optforge.compiling import compile_
 from optforge.measure import compiles
@@ -156,13 +157,11 @@ def test_a_sliding_window_is_refused() -> None:
 
 @pytest.mark.slow
 def test_smollm2_decodes_what_transformers_generates() -> None:
-    from optforge import registry
-
-    try:
-        source = registry.get("models", "smollm2")(dtype="fp32")
-        loaded = source.load()
-    except Exception as error:  # any reason why the real model is not here
-        pytest.skip(f"SmolLM2 is not here: {error}")
+    source = registry.get("models", "smollm2")(dtype="fp32")
+    missing = list(source.check())
+    if missing:
+        pytest.skip(f"SmolLM2 is not here: {missing[0]}")
+    loaded = source.load()
     ids = loaded.tokenizer("The history of the city begins in the second century, when", return_tensors="pt").input_ids
 
     class Prompt(Tokens):
@@ -172,3 +171,25 @@ def test_smollm2_decodes_what_transformers_generates() -> None:
     work = Decode(context=ids.shape[1], new_tokens=24).prepare(loaded, Prompt(), CPU)
     expected = generated(loaded.module, ids, 25)
     assert torch.equal(decoded(work, loaded.module)[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+def test_on_a_device_the_loop_never_waits_and_decodes_the_same(mode: str | None) -> None:
+    torch._dynamo.reset()
+    loaded, device = llama(), torch.device("cuda")
+    loaded.module.to(device)
+    work = SMALL.prepare(loaded, Tokens(), device)
+    expected = decoded(work, loaded.module)
+    assert torch.equal(expected, generated(loaded.module, work.ids, 9))
+    if mode is not None:
+        for layer in loaded.module.model.layers:
+            compile_(layer, CompileOptions(mode=mode))
+    for _ in range(3):
+        work.run(loaded.module)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = work.run(loaded.module)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected[:, 1:])

@@ -70,10 +70,11 @@ def test_example_runs_on_meta() -> None:
 
 
 def test_check_says_what_is_wrong() -> None:
-    problems = [str(p) for p in Prefill(batch_size=0, prompt_tokens=POSITIONS + 1).check(llama())]
+    long = POSITIONS + 1
+    problems = [str(p) for p in Prefill(batch_size=0, prompt_tokens=long).check(llama())]
     assert problems == [
         "workload.batch_size: must be 1 or more, is 0; workload.batch_size=1",
-        f"workload.prompt_tokens: {POSITIONS + 1} tokens are more than the {POSITIONS} positions of tiny; workload.prompt_tokens={POSITIONS}",
+        f"workload.prompt_tokens: {long} tokens are more than the {POSITIONS} positions of tiny; workload.prompt_tokens={POSITIONS}",
     ]
     (other,) = Prefill().check(Loaded(module=nn.Identity(), family="image_classifier", name="x"))
     assert "not image_classifier" in str(other)
