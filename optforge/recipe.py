@@ -21,7 +21,7 @@ from optforge.spec import GOALS, Json
 SCHEMA_VERSION = 1
 KEYS = ("name", "description", "extends", "goal", "steps", "limits", "schema_version", "optforge_version")
 STEP_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MAX_CHAIN = 16
 _HYDRA_WORDS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_", "defaults", "hydra")
 
@@ -182,7 +182,7 @@ def _top(data: Mapping[str, Json], where: str) -> list[Problem]:
         if data.get(key) is not None and not isinstance(data[key], str):
             problems.append(Problem(where=where, what=f"{key} must be text, got {data[key]!r}", fix=f'write {key}: "{data[key]}"'))
     name = data.get("name")
-    if isinstance(name, str) and not _NAME.fullmatch(name):
+    if isinstance(name, str) and not NAME.fullmatch(name):
         problems.append(Problem(where=where, what=f"the name {name[:40]!r} names a folder later", fix="use letters, digits, _ . and -"))
     goal = data.get("goal")
     if goal is not None and goal not in GOALS:

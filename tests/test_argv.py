@@ -244,6 +244,29 @@ def test_sweep_over_a_saved_run_through_hydra(start: Path) -> None:
     assert runs[1]["recipe"]["steps"]["compile"]["mode"] == "max_autotune"
 
 
+def test_sweep_over_models_takes_the_data_that_each_names(start: Path) -> None:
+    runs = _sweep(start, "-m", "recipe=baseline", "model=smollm2_135m,fashion_cnn")
+    assert [(run["data"]["name"], run["workload"]["name"]) for run in runs] == [("wikipedia", "prefill"), ("fashion_mnist", "forward")]
+
+
+def test_a_process_that_sees_only_the_rewritten_line_gets_the_same_run(start: Path) -> None:
+    """A launcher starts jobs elsewhere with the overrides that Hydra holds; rewriting them again changes nothing."""
+    saved = config.compose(config.parse(["recipe=./shared/team.yaml", "steps.one.dtype=fp32"], cwd=start), cwd=start)
+    (start / "run.yaml").write_text(config.to_yaml(saved))
+    for typed in (
+        ["recipe=./shared/team.yaml", "steps.one.dtype=fp16", "~steps.two", "data.path=1e5"],
+        ["--config", "run.yaml", "steps.two.mode=max_autotune"],
+    ):
+        arguments = config.parse(typed, cwd=start)
+        assert config.parse(arguments.overrides, cwd=start).overrides == arguments.overrides
+        code = (
+            "import sys, pathlib; from optforge import config; cwd = pathlib.Path('/');"
+            "print(config.to_yaml(config.compose(config.parse(sys.argv[1:], cwd=cwd), cwd=cwd)), end='')"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *arguments.overrides], cwd="/", capture_output=True, text=True, check=True)
+        assert done.stdout == config.to_yaml(config.compose(arguments, cwd=start))
+
+
 def test_every_job_of_a_sweep_is_checked_first(start: Path) -> None:
     arguments = config.parse(["-m", RECIPE, "steps.compile.mode=default,fastest", "hardware=a100,h100"], cwd=start)
     with pytest.raises(ConfigError) as caught:

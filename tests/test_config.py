@@ -108,7 +108,7 @@ def _problems(start: Path, *typed: str) -> list[str]:
 
 def _from_file(start: Path, fields: str) -> object:
     (start / "mine.yaml").write_text(f"name: mine\nsteps:\n  quant: {{use: toy/plain, {fields}}}\n")
-    return _run(start).recipe.steps[0].transform
+    return config.recipe(start / "mine.yaml", cwd=start).steps[0].transform
 
 
 @pytest.mark.case("B123")
@@ -177,7 +177,9 @@ def test_b123_what_does_not_fit_is_refused_in_files_and_on_the_command_line(fiel
     assert typed.startswith(f"steps.quant.{field}")
     assert all(word in typed for word in WRONG[field, written]), typed
     (start / "mine.yaml").write_text(f"name: mine\nsteps:\n  quant: {{use: toy/plain, {field}: {written}}}\n")
-    (in_file,) = _problems(start)
+    with pytest.raises(ConfigError) as caught:
+        config.recipe(start / "mine.yaml", cwd=start)
+    (in_file,) = map(str, caught.value.problems)
     assert str(start / "mine.yaml") in in_file
     assert all(word in in_file for word in WRONG[field, written]), in_file
 
@@ -409,6 +411,20 @@ def test_a_hostile_run_file_is_refused_in_one_line(text: str, start: Path) -> No
         with pytest.raises(ConfigError) as caught:
             call()
         assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("section", ["recipe", "hardware"])
+def test_a_run_file_cannot_name_a_folder_outside(section: str, start: Path) -> None:
+    tree = safe_yaml.loads(config.to_yaml(_run(start, "hardware=a100")), "x")
+    tree[section]["name"] = "../../up"
+    with pytest.raises(ConfigError, match="folder"):
+        config.run_from_yaml(safe_yaml.dumps(tree))
+
+
+@pytest.mark.parametrize("typed", ["recipe.steps=[a]", "recipe.limits=3", "recipe.steps=x"])
+def test_sections_of_a_recipe_that_are_no_mappings(typed: str, start: Path) -> None:
+    (problem,) = _problems(start, typed)
+    assert "mapping" in problem
 
 
 def test_a_resolved_run_is_plain_data(start: Path) -> None:

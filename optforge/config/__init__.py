@@ -7,15 +7,17 @@
     build     a composed mapping to a `Run`, every problem at once
     store     recipes and saved runs as options of Hydra's
     saved     a resolved run as one file, and back
-    argv      the command line, rewritten for Hydra
+    flags     which words of a command line are flags
+    argv      its overrides, rewritten for Hydra
     compose   Hydra composes, `build` checks
 
 Recipes are read by `optforge.recipe`, which knows neither. Reading a configuration loads no torch.
 """
 
-from optforge.config.argv import Arguments, parse
+from optforge.config.argv import parse
 from optforge.config.build import hardware
 from optforge.config.compose import CONFIG_NAME, CONFIG_PATH, compose, compose_all, recipe, run_from_cfg
+from optforge.config.flags import Arguments
 from optforge.config.paths import Option, conf_dir, options, recipes_dir
 from optforge.config.saved import run_from_yaml, to_yaml
 from optforge.config.steps import step

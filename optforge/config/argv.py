@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,52 +18,19 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
 from optforge import recipe as recipes
-from optforge.config import build, paths, saved, steps, store
-from optforge.errors import ConfigError, Problem, UserError, near
+from optforge.config import build, flags, paths, saved, steps, store
+from optforge.config.flags import Arguments
+from optforge.config.origins import as_typed
+from optforge.errors import ConfigError, Problem, UserError
 from optforge.safe_yaml import scalar
 from optforge.spec import Json
 
-FLAGS = {
-    "-m": 0,
-    "--multirun": 0,
-    "--run": 0,
-    "-r": 0,
-    "--resolve": 0,
-    "--hydra-help": 0,
-    "--cfg": 1,
-    "-c": 1,
-    "--package": 1,
-    "-p": 1,
-    "--info": 1,
-    "-i": 1,
-}
-"""Hydra's flags that pass through -> how many values follow."""
-OWN_FLAGS = {"--config": "config", "--config-dir": "config_dir", "-cd": "config_dir"}
-REFUSED = {
-    "--config-path": "give your own options with --config-dir FOLDER",
-    "-cp": "give your own options with --config-dir FOLDER",
-    "--config-name": "repeat a run with --config FILE",
-    "-cn": "repeat a run with --config FILE",
-    "--experimental-rerun": "repeat a run with --config FILE",
-}
 _KEY = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?P<value>=.*)?", re.DOTALL)
 _NUMBER_TO_HYDRA = re.compile(
     r"[-+]?[0-9][0-9_]*([eE][-+]?[0-9][0-9_]*|\.[0-9_]*([eE][-+]?[0-9_]+)?)?|[-+]?\.[0-9][0-9_]*([eE][-+]?[0-9_]+)?|nan|[-+]?inf",
     re.IGNORECASE,
 )
 _PIECES = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[,\[\]{}:])""")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """A command line as Hydra takes it."""
-
-    overrides: tuple[str, ...] = ()
-    hydra: tuple[str, ...] = ()
-    """Hydra's own flags, such as -m or --cfg job."""
-    multirun: bool = False
-    config_file: Path | None = None
-    config_dir: Path | None = None
 
 
 def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Sequence[str] = (), add: Sequence[str] = ()) -> Arguments:
@@ -78,7 +45,7 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
         ConfigError: with every problem at once, each with the form to type.
         TrustError: a run file names code and `trust=true` is not among the overrides.
     """
-    arguments, texts = _flags([*argv], cwd)
+    arguments, texts = flags.split(argv, cwd)
     texts += [f"steps.{text}" for text in set_] + [f"~steps.{text}" for text in drop] + [_added(text) for text in add]
     problems: list[Problem] = []
     seen: dict[str, str] = {}
@@ -96,8 +63,10 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
         rewritten.append(override)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
+    trusted = "++trust=true" in rewritten
+    for path in rewriter.run_files:
+        saved.register(path, trusted=trusted)
     if arguments.config_file is not None:
-        trusted = "++trust=true" in rewritten
         rewritten = [*saved.as_overrides(arguments.config_file, frozenset(seen), trusted=trusted), *rewritten]
     problems = _wrong_steps(seen, rewriter, added={_step_of(_added(text)) for text in add})
     if problems:
@@ -108,42 +77,11 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
     return replace(arguments, overrides=tuple(rewritten))
 
 
-def _flags(argv: list[str], cwd: Path) -> tuple[Arguments, list[str]]:
-    """Takes the flags out of a command line; what remains are overrides."""
-    texts: list[str] = []
-    hydra: list[str] = []
-    own: dict[str, Path] = {}
-    words = iter(argv)
-    for word in words:
-        name, equals, inline = word.partition("=")
-        if not word.startswith("-") or word == "-":
-            texts.append(word)
-        elif name in FLAGS:
-            hydra += [word, *(next(words, "") for _ in range(FLAGS[name] if not equals else 0))]
-        elif name in OWN_FLAGS:
-            own[OWN_FLAGS[name]] = (cwd / Path(inline if equals else next(words, "")).expanduser()).resolve()
-        else:
-            known = [*FLAGS, *OWN_FLAGS, "--set", "--drop", "--add", "--debug", "--verbose"]
-            fix = REFUSED.get(name) or near(name, known) or "see optforge run --help"
-            raise ConfigError(Problem(where=word, what="is no option here" if name in REFUSED else "unknown option", fix=fix))
-    multirun = any(flag in ("-m", "--multirun") for flag in hydra)
-    for name, path in own.items():
-        flag, kind = f"--{name.replace('_', '-')}", "folder" if name == "config_dir" else "file"
-        if not (path.is_dir() if kind == "folder" else path.is_file()):
-            raise ConfigError(Problem(where=flag, what=f"there is no {kind} {path}", fix="check the path"))
-    folder = own.get("config_dir")
-    if folder is not None and (folder / "recipe").is_dir():
-        raise ConfigError(
-            Problem(where="--config-dir", what=f"{folder / 'recipe'} holds recipes, which are given by path", fix="type recipe=./FILE.yaml")
-        )
-    return Arguments(hydra=tuple(hydra), multirun=multirun, config_file=own.get("config"), config_dir=folder), texts
-
-
 def _added(text: str) -> str:
     """`--add prune=prune/wanda` as an override; a whole step may stand there too."""
     name, equals, value = text.partition("=")
     if not equals or not value:
-        raise ConfigError(Problem(where=f"--add {text}", what="is not of the form STEP=KIND/OPTION", fix="type --add prune=prune/wanda"))
+        raise _refused(f"--add {text}", "is not of the form STEP=KIND/OPTION", "type --add prune=prune/wanda")
     return f"steps.{name}={value}" if value.startswith("{") else f"steps.{name}.use={value}"
 
 
@@ -167,7 +105,7 @@ def _wrong_steps(seen: dict[str, str], rewriter: _Rewriter, *, added: set[str]) 
 
 def _twice(key: str, first: str, second: str) -> Problem:
     fix = "keep one; a recipe builds on another with extends" if key == "recipe" else "keep one"
-    return Problem(where=key.removeprefix("recipe."), what=f"is given twice, as {first} and as {second}", fix=fix)
+    return Problem(where=as_typed(key), what=f"is given twice, as {first} and as {second}", fix=fix)
 
 
 def _refused(where: str, what: str, fix: str) -> ConfigError:
@@ -183,6 +121,8 @@ class _Rewriter:
         self._parser = OverridesParser.create()
         self.chosen: list[str] = []
         """Option names of the recipes that the command line chooses."""
+        self.run_files: list[Path] = []
+        """Saved runs whose sections are chosen by option name, in a command line that was rewritten before."""
 
     def rewrite(self, text: str) -> tuple[str, str]:
         """The full dotted key and the override as Hydra takes it.
@@ -205,9 +145,7 @@ class _Rewriter:
         parsed = self._parsed(f"{key}{value}", shown=text)
         if parsed.is_sweep_override() and not self._arguments.multirun:
             listed = f"{text.partition('=')[0]}=[{str(value)[1:]}]"
-            raise ConfigError(
-                Problem(where=text, what="several values are a sweep", fix=f"add -m, or write {shlex.quote(listed)} for one list")
-            )
+            raise _refused(text, "several values are a sweep", f"add -m, or write {shlex.quote(listed)} for one list")
         return key, f"++{key}={_keep_text(str(value)[1:])}"
 
     def _check_key(self, text: str, sign: str, key: str, value: str | None) -> None:
@@ -261,35 +199,34 @@ class _Rewriter:
                 self._parser.parse_override(quoted.lstrip("+"))
             except HydraException:
                 reason = str(error).splitlines()[0]
-                raise ConfigError(Problem(where=shown, what=f"cannot be read ({reason})", fix="type key=value")) from error
-            raise ConfigError(Problem(where=shown, what="has characters that need quotes", fix=f"type {shlex.quote(quoted)}")) from error
+                raise _refused(shown, f"cannot be read ({reason})", "type key=value") from error
+            raise _refused(shown, "has characters that need quotes", f"type {shlex.quote(quoted)}") from error
 
     def _choice(self, group: str, text: str, value: str) -> str:
         """A group override with every option checked, and every path of a recipe under its own option name."""
         if value in ("", "None", "null", "[]"):
             what = f"needs the name of a {group}, got {value or 'nothing'}"
-            raise ConfigError(Problem(where=text, what=what, fix=f"type {group}=NAME; see optforge list {paths.PLURALS[group]}"))
+            raise _refused(text, what, f"type {group}=NAME; see optforge list {paths.PLURALS[group]}")
         parsed = self._parsed(f"{group}={value}", shown=text)
         names = list(_names(parsed, list(self._known(group))))
         if names == [""]:
-            raise ConfigError(
-                Problem(
-                    where=text,
-                    what=f"one {group} is chosen by one name",
-                    fix="several are a sweep: a,b with -m; a recipe builds on another with extends",
-                )
-            )
+            fix = "several are a sweep: a,b with -m; a recipe builds on another with extends"
+            raise _refused(text, f"one {group} is chosen by one name", fix)
         if parsed.is_sweep_override() and not self._arguments.multirun:
-            raise ConfigError(Problem(where=text, what="several values are a sweep", fix="add -m"))
+            raise _refused(text, "several values are a sweep", "add -m")
         options = [self._option(group, name) for name in names]
         return f"{group}={','.join(store.quoted(option) if re.search(r'[^A-Za-z0-9_./%-]', option) else option for option in options)}"
 
     def _option(self, group: str, name: str) -> str:
+        run_file = store.run_file_of(name)
+        if run_file is not None:
+            self.run_files.append(run_file)
+            return name
         if group == "recipe":
             self.chosen.append(store.register_recipe(name, cwd=self._cwd))
             return self.chosen[-1]
         known = self._known(group)
-        if name in known or name.startswith(store.RUN_PREFIX):
+        if name in known:
             return name
         raise ConfigError(paths.unknown_option(group, name, known))
 

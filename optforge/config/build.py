@@ -142,6 +142,9 @@ def _hardware(node: Json, sources: Sources) -> spec.Hardware:
     built: spec.Hardware | None = schema.build(
         spec.Hardware, node, "hardware", kind="a hardware profile", problems=problems, where=sources.where
     )
+    if built is not None and not recipes.NAME.fullmatch(built.name):
+        what = f"{built.name[:40]!r} names a folder later"
+        problems.append(Problem(where=sources.where("hardware.name"), what=what, fix="use letters, digits, _ . and -"))
     schema.raise_all(problems)
     assert built is not None  # build returns None only with a problem
     return built

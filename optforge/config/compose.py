@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from optforge import spec
 from optforge.config import argv, build, paths, saved, schema, steps, store
-from optforge.config.origins import Sources
+from optforge.config.flags import Arguments
+from optforge.config.origins import Sources, as_typed
 from optforge.errors import ConfigError, Problem, UserError
 from optforge.spec import Json
 
@@ -27,9 +28,14 @@ CONFIG_NAME = "config"
 CONFIG_PATH = str(paths.conf_dir())
 """What `hydra.main` is given; an absolute folder, so that a user's --config-dir stays free."""
 MAX_JOBS = 2000
+_SHAPES = {
+    "Cannot merge DictConfig with ListConfig": "must be a mapping, got a list",
+    "Cannot merge ListConfig with DictConfig": "must be a list, got a mapping",
+}
+"""OmegaConf's words for a value of the wrong shape, and plain ones."""
 
 
-def compose(arguments: argv.Arguments, *, cwd: Path, command: str = "") -> spec.Run:
+def compose(arguments: Arguments, *, cwd: Path, command: str = "") -> spec.Run:
     """The checked run of a command line.
 
     Raises:
@@ -39,7 +45,7 @@ def compose(arguments: argv.Arguments, *, cwd: Path, command: str = "") -> spec.
         return _compose(arguments.overrides, cwd, command)
 
 
-def compose_all(arguments: argv.Arguments, cwd: Path, command: str = "") -> list[spec.Run]:
+def compose_all(arguments: Arguments, cwd: Path, command: str = "") -> list[spec.Run]:
     """Every run of a sweep in the sweeper's order, all checked; of one that searches, the first of each choice.
 
     Raises:
@@ -73,24 +79,20 @@ def _of_jobs(problem: Problem, places: list[str], count: int) -> Problem:
 def _jobs(overrides: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
     """Each job's overrides, and those among them that differ between jobs."""
     parser = OverridesParser.create()
-    choices: list[list[str]] = []
-    swept: list[bool] = []
     searching = any(text.startswith("hydra/sweeper=") and not text.endswith("=basic") for text in overrides)
+    choices: list[list[str]] = []
     for text in overrides:
         parsed = parser.parse_override(text)
-        if parsed.is_discrete_sweep() and not text.startswith("hydra"):
-            values = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+        key = parsed.get_key_element()
+        if parsed.is_discrete_sweep():
+            values = [f"{key}={value}" for value in parsed.sweep_string_iterator()]
             choices.append(values[:1] if searching else values)
-            swept.append(True)
         elif parsed.is_sweep_override():
-            start = getattr(parsed.value(), "start", None)
-            choices.append([f"{parsed.get_key_element()}={start}"] if start is not None else [])
-            swept.append(True)
+            choices.append([f"{key}={getattr(parsed.value(), 'start', None)}"])
         else:
             choices.append([text])
-            swept.append(False)
-    for job in itertools.product(*filter(None, choices)):
-        yield list(job), [text for text, varies in zip(job, swept, strict=False) if varies]
+    for job in itertools.product(*choices):
+        yield list(job), [text for text in job if text not in overrides]
 
 
 @contextmanager
@@ -115,8 +117,10 @@ def _compose(overrides: Sequence[str], cwd: Path, command: str) -> spec.Run:
 
 def _told(error: Exception) -> Problem:
     """What Hydra, OmegaConf or YAML says, in one line."""
-    cause = error.__cause__ or error
-    lines = [line.strip() for line in str(cause if str(cause).strip() else error).splitlines() if line.strip()]
+    cause = error.__cause__ if error.__cause__ is not None and str(error.__cause__).strip() else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return Problem(where=as_typed(cause.full_key), what=_SHAPES.get(lines[0], lines[0]))
     return Problem(where="config", what=" ".join(lines)[:400])
 
 
@@ -169,7 +173,7 @@ def _sources(node: Any, cwd: Path) -> Sources:
     extra = tuple(_folders(node))
     texts = OmegaConf.to_container(node.overrides.task, resolve=False)
     overrides = [str(text) for text in texts] if isinstance(texts, list) else []
-    from_file = next((path for group in build.SECTIONS if (path := _run_file(choices.get(group, ""))) is not None), None)
+    from_file = next((path for group in build.SECTIONS if (path := store.run_file_of(choices.get(group, ""))) is not None), None)
     if from_file is not None:
         base = str(from_file)
         own = set(saved.as_overrides(from_file, frozenset(), trusted=True))
@@ -183,14 +187,10 @@ def _sources(node: Any, cwd: Path) -> Sources:
     return Sources(base=base, choices=choices, files=files, recipe=_recipe_file(choices.get("recipe"), cwd), overridden=keys, extra=extra)
 
 
-def _run_file(option: str) -> Path | None:
-    return store.file_of(option) if option.startswith(store.RUN_PREFIX) else None
-
-
 def _recipe_file(option: str | None, cwd: Path) -> Any:
     if not option or option == "null":
         return None
-    saved_run = _run_file(option)
+    saved_run = store.run_file_of(option)
     return saved.recipe_of(saved_run) if saved_run else store.load_recipe(option, cwd=cwd)
 
 

@@ -39,11 +39,10 @@ def run_from_yaml(source: str | Path, *, cwd: Path | None = None, trust: bool = 
     return build.run(tree | {"trust": trust}, Sources(base=where), cwd=cwd or Path.cwd())
 
 
-def as_overrides(path: Path, given: frozenset[str], *, trusted: bool) -> list[str]:
-    """Registers the sections of a run file as options, and returns the overrides that choose them.
+def register(path: Path, *, trusted: bool) -> dict[str, Json]:
+    """Makes the sections of a run file options that Hydra can choose, and returns the file's content.
 
     Args:
-        given: the keys that the command line sets itself; they win.
         trusted: the command line says `trust=true`.
 
     Raises:
@@ -51,14 +50,18 @@ def as_overrides(path: Path, given: frozenset[str], *, trusted: bool) -> list[st
     """
     tree = _tree(safe_yaml.read(path), str(path), trusted=trusted)
     option = store.option_of(store.RUN_PREFIX, path)
-    overrides = []
     for group in build.SECTIONS:
-        if group not in tree or group in given:
-            continue
-        node = tree[group]
-        store.register(group, option, _without_defaults(node) if group == "recipe" else node)
-        overrides.append(f"{group}={option}")
-    return overrides + [f"++{key}={_hydra_value(value)}" for key, value in _settings(tree) if key not in given]
+        if group in tree:
+            store.register(group, option, _without_defaults(tree[group]) if group == "recipe" else tree[group])
+    return tree
+
+
+def as_overrides(path: Path, given: frozenset[str], *, trusted: bool) -> list[str]:
+    """Registers a run file, and returns the overrides that make it the run, except for the keys `given` beside it."""
+    tree = register(path, trusted=trusted)
+    option = store.option_of(store.RUN_PREFIX, path)
+    chosen = [f"{group}={option}" for group in build.SECTIONS if group in tree and group not in given]
+    return chosen + [f"++{key}={_hydra_value(value)}" for key, value in _settings(tree) if key not in given]
 
 
 def recipe_of(path: Path) -> recipe.RecipeFile:

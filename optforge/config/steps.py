@@ -9,6 +9,7 @@ from optforge.config import paths, schema
 from optforge.config.origins import COMMAND_LINE, Sources, as_typed
 from optforge.errors import ConfigError, Problem, near
 from optforge.measure.limits import LIMITS
+from optforge.recipe import NAME
 from optforge.spec import GOALS, Json
 
 RECIPE_KEYS = ("name", "description", "goal", "steps", "limits")
@@ -27,30 +28,45 @@ def recipe(node: Mapping[str, Json], sources: Sources, origins: dict[str, str]) 
     if goal not in GOALS:
         fix = near(str(goal), GOALS) or f"write one of {', '.join(GOALS)}"
         problems.append(Problem(where=sources.where("recipe.goal"), what=f"unknown goal {goal!r}", fix=fix))
-    limits = _limits(node.get("limits"), sources, problems)
+    name = str(node.get("name", "recipe"))
+    if not NAME.fullmatch(name):
+        problems.append(
+            Problem(where=sources.where("recipe.name"), what=f"{name[:40]!r} names a folder later", fix="use letters, digits, _ . and -")
+        )
+    for key in ("steps", "limits"):
+        if not isinstance(node.get(key) or {}, Mapping):
+            problems.append(
+                Problem(
+                    where=sources.where(f"recipe.{key}"),
+                    what=f"must be a mapping, got {node[key]!r}",
+                    fix=f"write recipe.{key}={{name: ...}}",
+                )
+            )
+    schema.raise_all(problems)
+    limits = _limits(node.get("limits") or {}, sources, problems)
     steps: list[spec.Step] = []
     written = node.get("steps") or {}
-    for name, mapping in written.items():
-        if mapping is None and sources.recipe is not None and name not in sources.recipe.steps:
-            problems.append(no_such_step(name, sources.recipe.steps))
+    for entry, mapping in written.items():
+        if mapping is None and sources.recipe is not None and entry not in sources.recipe.steps:
+            problems.append(no_such_step(entry, sources.recipe.steps))
         elif mapping is not None:
-            built = schema.collected(problems, step, name, mapping, sources, origins)
+            built = schema.collected(problems, step, entry, mapping, sources, origins)
             steps += [built] if built is not None else []
-    present = [name for name, mapping in written.items() if mapping is not None]
+    present = [entry for entry, mapping in written.items() if mapping is not None]
     problems += [
         Problem(
-            where=sources.where(f"recipe.steps.{entry.name}"),
+            where=sources.where(f"recipe.steps.{one.name}"),
             what=f"is to run after or before {other!r}, which is no step of this recipe",
             fix=near(other, present),
         )
-        for entry in steps
-        for other in (*entry.after, *entry.before)
+        for one in steps
+        for other in (*one.after, *one.before)
         if other not in present
     ]
     schema.raise_all(problems)
     source = sources.recipe.source if sources.recipe else sources.base
     return spec.Recipe(
-        name=str(node.get("name", "recipe")),
+        name=name,
         description=str(node.get("description") or ""),
         goal=goal,
         steps=tuple(steps),
@@ -70,9 +86,9 @@ def no_such_step(name: str, steps: Mapping[str, Json]) -> Problem:
     return Problem(where=f"steps.{name}", what=f"there is no step {name!r}", fix=fix)
 
 
-def _limits(node: Json, sources: Sources, problems: list[Problem]) -> dict[str, float]:
+def _limits(node: Mapping[str, Json], sources: Sources, problems: list[Problem]) -> dict[str, float]:
     limits: dict[str, float] = {}
-    for key, value in (node or {}).items() if isinstance(node, Mapping) or node is None else ():
+    for key, value in node.items():
         where = sources.where(f"recipe.limits.{key}")
         if key not in LIMITS:
             problems.append(Problem(where=where, what=f"unknown limit {key!r}", fix=near(key, LIMITS) or f"known: {', '.join(LIMITS)}"))

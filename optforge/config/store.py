@@ -34,6 +34,11 @@ def file_of(option: str) -> Path | None:
     return None
 
 
+def run_file_of(option: str) -> Path | None:
+    """The saved run that an option name stands for; None for any other name."""
+    return file_of(option) if option.startswith(RUN_PREFIX) else None
+
+
 def register(group: str, option: str, node: Mapping[str, Json]) -> None:
     """Makes `node` the option of that name; the slashes of a name are folders to Hydra."""
     folder, _, name = f"{group}/{option}".rpartition("/")
