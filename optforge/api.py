@@ -101,11 +101,13 @@ def apply(
     return receipts
 
 
-def load(run_dir: str | Path, *, compile: bool = False, trust: bool = False) -> nn.Module:
+def load(run_dir: str | Path, *, model: nn.Module | None = None, compile: bool = False, trust: bool = False) -> nn.Module:
     """The optimized model that a run with `save=true` left in its folder, bit for bit.
 
     Args:
         run_dir: a run's folder, or its `artifact/` folder.
+        model: a fresh, unoptimized module of the same structure, which is rewritten in place and filled. For artifacts of
+            `optimize(model, ...)`, whose module no file describes; meta tensors will do.
         compile: apply the recipe's compile step too; the uncompiled module is the bit-exact one.
         trust: allow the run's own callables (`model.factory`) to be imported.
 
@@ -113,6 +115,8 @@ def load(run_dir: str | Path, *, compile: bool = False, trust: bool = False) -> 
         ModelError: the artifact is missing, truncated or was changed.
         TrustError: it names a callable and `trust` is False.
     """
+    if model is not None:
+        return artifact.load_into(model, Path(run_dir))
     return artifact.load(Path(run_dir), compile=compile, trust=trust)
 
 
@@ -131,5 +135,7 @@ def _run(source: GivenModel, recipe: str | Path, hardware: str, overrides: Seque
         *overrides,
     ]
     run = config.compose(config.parse(argv, cwd=Path.cwd()), cwd=Path.cwd())
-    part = Part(name=type(source.module).__name__, kind="given", options={}, source=source)
-    return replace(run, model=part, command="optforge.optimize")
+    kind = type(source.module)
+    part = Part(name=kind.__name__, kind="given", options={}, source=source)
+    resolved = {**run.resolved, "model": {"name": "given", "class": f"{kind.__module__}.{kind.__qualname__}"}}
+    return replace(run, model=part, resolved=resolved, command="optforge.optimize")

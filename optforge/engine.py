@@ -25,7 +25,7 @@ from optforge.plan.make import Plan, PlannedStep, make
 from optforge.progress import Progress, SilentProgress
 from optforge.report import store
 from optforge.rows import Applied, Rows, verify
-from optforge.spec import Measure, Measurement, QualityResult, Ratio, Report, Run, StepReport
+from optforge.spec import Hardware, Json, Measure, Measurement, QualityResult, Ratio, Report, Run, StepReport
 
 LOWEST_COMPILED_SQNR_DB = 20.0
 """Below this the compiled program computes something else than the same modules run eagerly."""
@@ -64,6 +64,18 @@ def exit_code(report: Report, run: Run) -> int:
     if report.status != "complete":
         return EXIT_CRASH
     return EXIT_LIMIT if verdicts.failures(report, run) else EXIT_OK
+
+
+def _facts(hardware: Hardware) -> dict[str, Json]:
+    """What a report says of a device: the figures that its shares of the peak were taken of."""
+    return {
+        "name": hardware.name,
+        "description": hardware.description,
+        "arch": hardware.arch,
+        "peak_flops": dict(hardware.peak_flops),
+        "bandwidth_bytes_per_s": hardware.bandwidth_bytes_per_s,
+        "memory_bytes": hardware.memory_bytes,
+    }
 
 
 class _Execution:
@@ -354,7 +366,9 @@ class _Execution:
                 {"step": a.planned.name, "use": a.planned.step.use, "options": dict(a.planned.step.options), "receipt": asdict(a.receipt)}
                 for a in self.applied
             ]
-            self.report.artifact = artifact.save(module, self.folder, run_yaml=config.to_yaml(self.spec), receipts=receipts)
+            self.report.artifact = artifact.save(
+                module, self.folder, run_yaml=config.to_yaml(self.spec), receipts=receipts, ties_before=artifact.ties(self.rows.baseline)
+            )
 
     # --- the report ----------------------------------------------------------------------------------------------
 
@@ -392,8 +406,8 @@ class _Execution:
                 "limits": dict(spec.recipe.limits),
                 "source": spec.recipe.source,
             },
-            target={"name": plan.target.name, "description": plan.target.description, "arch": plan.target.arch},
-            device={"name": plan.device.name, "is_target": plan.is_target, "arch": plan.device.arch},
+            target=_facts(plan.target),
+            device={**_facts(plan.device), "is_target": plan.is_target},
             model=plan.model,
             data={"name": spec.data.name, "kind": spec.data.kind, **dict(spec.data.options)},
             workload={"name": spec.workload.name, "kind": spec.workload.kind, **dict(spec.workload.options)},

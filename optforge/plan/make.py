@@ -7,7 +7,8 @@ the run will do and not an estimate of it. Every problem found is raised togethe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -193,7 +194,7 @@ class _Planner:
         if self.run.downgrade == "forbid":
             self.problems.append(alternatives.refusal(step, lowered, self.target, ranked))
         self.downgrades.append(Downgrade(step=step.name, requested=step.use, runs_as=runs_as, reason=lowered.reason, alternatives=ranked))
-        return replace(step, use=runs_as, transform=lowered.transform), step.use
+        return replace(step, use=runs_as, transform=lowered.transform, options=_options(lowered.transform)), step.use
 
     def _missing_compiler(self, steps: list[tuple[Step, str]]) -> list[tuple[Step, str]]:
         """Holds the backend's preflight against the steps; a compile step with `on_missing: skip` goes, and says so."""
@@ -244,6 +245,12 @@ class _Planner:
     def dtype(self) -> str:
         chosen = getattr(self.run.model.source, "dtype", "bf16")
         return str(getattr(chosen, "name", chosen))
+
+
+def _options(transform: Any) -> dict[str, Json]:
+    """A transform's fields as YAML spells them."""
+    values = {item.name: getattr(transform, item.name) for item in fields(transform)}
+    return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
 
 
 def nothing_changed(step: Step, receipt: Receipt) -> Problem:
