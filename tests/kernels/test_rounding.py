@@ -1,0 +1,65 @@
+"""Rounding arithmetic against numbers worked out by hand, and the int8 products against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optforge.kernels import rounding
+from optforge.kernels.formats import OCP
+from optforge.kernels.int8_dynamic import int8_dynamic
+
+
+def test_int8_by_hand() -> None:
+    stored, scale = rounding.int8_weight(torch.tensor([[1.27, -0.504, 0.006, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert stored.tolist() == [[127, -50, 1, 0], [0, 0, 0, 0]]
+    assert scale[0].item() == pytest.approx(0.01) and scale[1].item() > 0
+
+
+def test_int4_with_a_zero_point_by_hand() -> None:
+    packed, scale, zero = rounding.int4_weight(torch.tensor([[-0.5, 1.0, 0.0, 0.2]]), 2, symmetric=False)
+    assert zero is not None
+    # first group: step 1.5/15 = 0.1, zero point 5, values 0 and 15; second: step 0.2/15, zero point 0, values 0 and 15
+    assert scale.tolist() == [[pytest.approx(0.1), pytest.approx(0.2 / 15)]] and zero.tolist() == [[5, 0]]
+    assert packed.tolist() == [[0xF0, 0xF0]]
+    assert rounding.from_int4(packed, scale, zero, 4, 2, torch.float32).tolist() == [[pytest.approx(v) for v in (-0.5, 1.0, 0.0, 0.2)]]
+
+
+def test_symmetric_int4_by_hand() -> None:
+    packed, scale, zero = rounding.int4_weight(torch.tensor([[-0.7, 0.3, 0.0]]), 16, symmetric=True)
+    assert zero is None and scale.tolist() == [[pytest.approx(0.1)]]
+    assert packed.tolist() == [[1 + 16 * 11, 8]], "an odd width ends in half a byte"
+
+
+def test_packing_is_undone() -> None:
+    nibbles = torch.randint(0, 16, (5, 7), dtype=torch.uint8)
+    assert torch.equal(rounding.unpack_int4(rounding.pack_int4(nibbles), 7), nibbles)
+
+
+def test_fp8_by_hand() -> None:
+    bits, scale = rounding.fp8_weight(torch.tensor([[448.0, 1.0, -1.0625, 2.0**-9]]), OCP, per_channel=True)
+    # 448 = 0 1111 110; 1 = 0 0111 000; -1.0625 is a tie and goes to the even -1 = 1 0111 000; 2^-9 is the smallest step
+    assert scale.item() == 1.0 and bits.tolist() == [[0b0_1111_110, 0b0_0111_000, 0b1_0111_000, 1]]
+
+
+def test_rows_of_activations_keep_zero_exact_and_saturate_nothing() -> None:
+    x = torch.tensor([[0.0, 2.55, 1.0], [-1.0, 1.55, 0.0], [0.0, 0.0, 0.0], [-2.55, -1.0, 0.0]])
+    stored, scale, zero = rounding.int8_rows(x)
+    assert zero.flatten().tolist() == [-128, -28, -128, 127]
+    assert stored[0].tolist() == [-128, 127, -28] and stored[3].tolist() == [-128, 27, 127]
+    assert torch.allclose((stored - zero) * scale, x, atol=0.005 + 1e-6)
+
+
+@pytest.mark.parametrize("columns", [3, 576, 14336])
+def test_the_int8_product_is_exact_where_fp32_sums_would_round(columns: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, columns) + 3
+    weight = torch.randint(-127, 128, (16, columns), dtype=torch.int8)
+    weight[0] = 127
+    stored, row_scale, zero = rounding.int8_rows(x)
+    scale = torch.rand(16, 1) / 100
+    exact = (stored.double() - zero.double()) @ weight.double().t()
+    assert columns < 14336 or float((stored.double() @ weight.double().t()).abs().max()) > 2**24
+    y = int8_dynamic(x, weight, scale, weight.sum(1, dtype=torch.int32), None)
+    expected = exact * row_scale.double() * scale.double().t()
+    assert torch.allclose(y.double(), expected, rtol=3e-7, atol=0)
