@@ -159,6 +159,7 @@ class _Builder:
         if node.style == '"' and text.startswith("re:") and _CONTROL.search(text):
             written = self._text[node.start_mark.index + 1 : node.end_mark.index - 1]
             raise ConfigError(_single_quotes(self._at(node), written))
+        self._check_printable(node)
         return text
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Json]:
@@ -189,7 +190,13 @@ class _Builder:
             raise _error(self._at(node), "has a key that is not a word")
         if "${" in node.value:
             raise _error(self._at(node), f"has the interpolation {_shown(node.value)} as a key")
+        self._check_printable(node)
         return str(node.value)
+
+    def _check_printable(self, node: yaml.ScalarNode) -> None:
+        """Double quotes can spell characters that a terminal obeys."""
+        if _CONTROL.search(node.value.replace("\n", "").replace("\t", "")):
+            raise _error(self._at(node), f"has a control character in {_shown(node.value)!r}", "remove it")
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self._where}:{node.start_mark.line + 1}"

@@ -58,6 +58,8 @@ HOSTILE = {
     "many values": ("steps: [" + "1," * 60_000 + "]\n", "values"),
     "open quote": ("'" * 99_999, "not valid YAML"),
     "escape sequence": ("name: \x1b[31mred\n", "special characters"),
+    "spelled escape sequence": ('name: x\ndescription: "\\e[31mred"\n', "control character"),
+    "escape sequence in a key": ('name: x\nsteps: {"a\\e[2J": {use: x}}\n', "control character"),
     "two documents": ("name: a\n---\nname: b\n", "more than one"),
     "a list": ("- a\n- b\n", "not a recipe"),
     "marks between braces": ("name: x\nsteps: {a: {use: ???}}\n", "in quotes"),

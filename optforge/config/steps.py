@@ -122,7 +122,7 @@ def step(name: str, mapping: Json, sources: Sources | None = None, origins: dict
         problems.append(Problem(where=sources.where(f"{key}.keep"), what=f"cannot be {keep!r}", fix="write always or if_faster"))
     schema.raise_all(problems)
     filled = schema.plain_fields(transform)
-    for entry in (*filled, *STEP_KEYS):
+    for entry in (*filled, "use", "keep", *(entry for entry, names in order.items() if names)):
         given = entry in mapping or sources.origin(f"{key}.{entry}") == COMMAND_LINE
         default = "default" if entry in STEP_KEYS else file or f"default of {kind}"
         origins[f"{key}.{entry}"] = sources.origin(f"{key}.{entry}") if given else default
