@@ -87,11 +87,11 @@ class Divergence:
     broken: int = 0
     """Rows whose outputs hold NaN or Inf."""
 
-    def add(self, kl: Tensor, agreeing: Tensor, broken: Tensor) -> None:
-        """KL [N] in nats, agreement [N] and broken rows [N], both bool."""
+    def add(self, kl: Tensor, agreeing: Tensor) -> None:
+        """KL [N] in nats and agreement [N], bool. Any NaN or Inf among a row's logits reaches its KL."""
         self.kl_total += float(kl.double().sum())
         self.agreeing += int(agreeing.sum())
-        self.broken += int(broken.sum())
+        self.broken += int((~torch.isfinite(kl)).sum())
         self.count += kl.numel()
 
     @property
@@ -105,8 +105,16 @@ class Divergence:
 
 
 def full_kl(reference: Tensor, found: Tensor) -> Tensor:
-    """KL per row [N] of two tensors of log-probabilities [N, classes] in fp32."""
-    return (reference.exp() * (reference - found)).sum(-1)
+    """KL per row [N] of two tensors of log-probabilities [N, classes] in fp32.
+
+    Classes that the baseline excludes (a logit of -Inf) add nothing; a class that only the candidate excludes makes the row
+    infinite, as it must.
+    """
+    kl = (reference.exp() * (reference - found)).sum(-1)
+    if bool(torch.isfinite(kl).all()):
+        return kl
+    terms = torch.where(reference == -math.inf, 0.0, reference.exp() * (reference - found))
+    return terms.sum(-1)
 
 
 def top_kl(reference: Tensor, indices: Tensor, found: Tensor) -> Tensor:
@@ -136,8 +144,3 @@ def chunks(rows: int, columns: int) -> Iterator[slice]:
 def log_probabilities(logits: Tensor) -> Tensor:
     """Log-probabilities over the last dimension, in fp32."""
     return log_softmax(logits.float(), dim=-1)
-
-
-def not_finite(log_probs: Tensor) -> Tensor:
-    """Rows [N] whose logits hold NaN or +Inf: softmax spreads either over the whole row, so one column tells."""
-    return ~torch.isfinite(log_probs).any(-1) if log_probs.shape[-1] < 2 else torch.isnan(log_probs[:, 0])

@@ -88,7 +88,7 @@ class LanguageQuality:
                     signal.add(expected[rows], found[rows])
                     agreeing = compare.same_top(expected[rows], found[rows].argmax(-1))
                     kl = compare.full_kl(compare.log_probabilities(expected[rows]), log_probs)
-                    divergence.add(kl, agreeing, compare.not_finite(log_probs))
+                    divergence.add(kl, agreeing)
         live = self.baseline is not None
         result = QualityResult(
             kl=divergence.kl,
@@ -128,7 +128,7 @@ class LanguageQuality:
         values, classes = (tensor[rows].to(self.device) for tensor in self.cached.window(index, self.window))
         chosen = log_probs.argmax(-1, keepdim=True)
         agreeing = ((classes == chosen) & (values == values[:, :1])).any(-1)
-        divergence.add(compare.top_kl(values, classes, log_probs), agreeing, compare.not_finite(log_probs))
+        divergence.add(compare.top_kl(values, classes, log_probs), agreeing)
 
 
 def _perplexity(loss: float | None) -> float | None:

@@ -146,7 +146,7 @@ class ClassifierQuality:
                 log_probs, expected_log_probs = compare.log_probabilities(found), compare.log_probabilities(expected)
                 signal.add(expected, found)
                 agreeing = compare.same_top(expected, found.argmax(-1))
-                divergence.add(compare.full_kl(expected_log_probs, log_probs), agreeing, compare.not_finite(log_probs))
+                divergence.add(compare.full_kl(expected_log_probs, log_probs), agreeing)
                 if labels is not None:
                     true = labels.to(found.device)
                     own.add(log_probs, true)
