@@ -22,7 +22,7 @@ from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
 from optforge.transforms.compile import Compile
 from optforge.workloads.forward import Forward
 
-QUICK = Measure(warmup=1, min_rounds=4, max_s=0.5)
+QUICK = Measure(warmup=1, min_rounds=12, max_s=1.0)
 
 
 class Heavy(nn.Module):
@@ -159,13 +159,13 @@ def test_a_faster_step_is_ok_and_a_slower_one_a_regression() -> None:
     assert (faster.status, faster.verdict) == ("complete", "ok")
     assert faster.speedup["vs_baseline"].low > 1.5
     assert faster.speedup.get("vs_compiled_baseline") is None, "nothing was compiled, so nothing was compared with it"
-    slower = report_of(run_of(("more", Repeat(times=24))))
+    slower = report_of(run_of(("more", Repeat(times=64))))
     assert slower.verdict == "regression"
     assert slower.speedup["vs_baseline"].high < 0.7
 
 
 def test_each_step_is_judged_against_the_row_before_it() -> None:
-    report = report_of(run_of(("less", Repeat(times=2)), ("more", Repeat(times=16))))
+    report = report_of(run_of(("less", Repeat(times=2)), ("more", Repeat(times=32))))
     less, more = report.steps
     assert (less.verdict, more.verdict) == ("ok", "regression")
     assert more.vs_previous.value < 0.5
@@ -176,7 +176,7 @@ def test_each_step_is_judged_against_the_row_before_it() -> None:
 @pytest.mark.case("B104")
 @pytest.mark.case("B45")
 def test_b104_fail_on_regression_sets_the_exit_code() -> None:
-    run = run_of(("more", Repeat(times=24)), fail_on=("regression",))
+    run = run_of(("more", Repeat(times=64)), fail_on=("regression",))
     report = report_of(run)
     assert report.verdict == "regression"
     assert engine.exit_code(report, run) == 3
@@ -184,7 +184,7 @@ def test_b104_fail_on_regression_sets_the_exit_code() -> None:
 
 
 def test_if_faster_drops_a_step_without_gain_and_builds_the_rest_afresh() -> None:
-    run = run_of(("less", Repeat(times=2)), ("more", Repeat(times=24)), keep_more="if_faster")
+    run = run_of(("less", Repeat(times=2)), ("more", Repeat(times=64)), keep_more="if_faster")
     outcome = engine.run(engine.plan(run))
     less, more = outcome.report.steps
     assert (less.kept, more.kept, more.verdict) == (True, False, "regression")
