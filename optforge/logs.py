@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,3 +33,23 @@ def to_file(path: Path, *, verbose: bool) -> Iterator[None]:
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
+
+
+@contextmanager
+def adopted(*names: str) -> Iterator[None]:
+    """Lets loggers that print by themselves (torch's, transformers') hand their records to the root logger for a while.
+
+    Call it after their packages are imported. Under TORCH_LOGS torch prints as the user asked.
+    """
+    taken: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        wanted = name.split(".", 1)[0] in names and not (name.startswith("torch") and "TORCH_LOGS" in os.environ)
+        if wanted and isinstance(logger, logging.Logger) and logger.handlers:
+            taken.append((logger, list(logger.handlers), logger.propagate))
+            logger.handlers.clear()
+            logger.propagate = True
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate in taken:
+            logger.handlers[:], logger.propagate = handlers, propagate

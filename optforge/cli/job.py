@@ -101,7 +101,7 @@ def _execute(run: Run, folder: Path) -> tuple[Report, int]:
 
     (folder / "run.yaml").write_text(config.to_yaml(run), encoding="utf-8")
     out, err = Console(), Console(stderr=True)
-    with preflight.compiler_cache(folder) as moved:
+    with logs.adopted("torch", "transformers"), preflight.compiler_cache(folder) as moved:
         try:
             plan = engine.plan(run)
         except Exception as error:
