@@ -154,7 +154,6 @@ class Run:
     downgrade: str = "allow"
     reorder: str = "allow"
     require_target: bool = False
-    on_missing: str = "error"
     fail_on: tuple[str, ...] = ()
     seed: int = 0
     trust: bool = False

@@ -31,7 +31,6 @@ class Settings:
     downgrade: Literal["allow", "forbid"] = "allow"
     reorder: Literal["allow", "forbid"] = "allow"
     require_target: bool = False
-    on_missing: Literal["error", "skip"] = "error"
     fail_on: tuple[Literal["regression", "no_gain", "downgrade", "stand_in"], ...] = ()
     seed: int = 0
     trust: bool = False
