@@ -222,7 +222,8 @@ def test_b32_every_misfit_is_named_before_any_change_and_on_misfit_is_honoured()
     assert all(type(layer) is nn.Linear for layer in refused_model)
     receipt = quantize(skipped := model(), "int4_weight", group_size=128, on_misfit=Misfit.skip)
     assert receipt.skipped.keys() == {"0", "1", "2"} and isinstance(skipped[3], QuantizedLinear)
-    assert not quantize(padded := model(), "int4_weight", group_size=128, on_misfit=Misfit.pad).skipped
+    receipt = quantize(padded := model(), "int4_weight", group_size=128, on_misfit=Misfit.pad)
+    assert not receipt.skipped
     assert padded[2].weight.shape == (32, 25) and padded[0].weight_scale.shape == (32, 2)
     for layer, float_layer in zip(padded, original, strict=True):
         x = torch.randn(4, float_layer.in_features)
@@ -270,9 +271,9 @@ def test_b16_an_embedding_shares_every_storage(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("wrap", "kind"),
     [
-        (lambda linear: parametrizations.weight_norm(linear), "WeightNorm"),
-        (lambda linear: weight_norm(linear), "weight norm"),
-        (lambda linear: parametrizations.orthogonal(linear), "Orthogonal"),
+        (parametrizations.weight_norm, "WeightNorm"),
+        (weight_norm, "weight norm"),
+        (parametrizations.orthogonal, "Orthogonal"),
     ],
 )
 @pytest.mark.case("B23")
