@@ -50,6 +50,7 @@ def test_a_logger_that_prints_by_itself_is_adopted_unless_torch_logs_asks(
             logger.warning("look here")
         assert ("look here" in capsys.readouterr().err) is asked
         assert ("look here" in (tmp_path / "optforge.log").read_text(encoding="utf-8")) is not asked
-        assert logger.handlers == [handler]
+        assert handler in logger.handlers
+        assert not logger.propagate
     finally:
         logger.removeHandler(handler)
