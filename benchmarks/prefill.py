@@ -195,6 +195,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         judged(found, data.tokens(loaded, options.quality_tokens))
         compile_all(found, work)
         load_average = os.getloadavg()[0]
+        if load_average > torch.get_num_threads() + 1:
+            say(f"load average {load_average:.1f} on {torch.get_num_threads()} threads: the machine is busy, the times are worth little")
         samples, steady = measured(found, work, options.seconds)
         facts = environment.collect(backend)
     return {
