@@ -21,7 +21,7 @@ from optforge.measure.utilization import mbu, mfu
 from optforge.plan.make import Plan, PlannedStep, nothing_changed
 from optforge.share import alias
 from optforge.spec import Measure, Measurement
-from optforge.transforms.base import Context, Receipt
+from optforge.transforms.base import Context, Phase, Receipt
 from optforge.workloads.base import Work
 
 
@@ -71,6 +71,8 @@ class Rows:
             receipt = planned.step.transform.apply(module, self.context(planned.name))
         if not receipt.touched:
             raise PlanError(nothing_changed(planned.step, receipt))
+        if planned.phase is not Phase.COMPILE:
+            self.work.ready(module)
         self.plan.backend.synchronize()
         return Applied(planned=planned, receipt=receipt, seconds=time.perf_counter() - start)
 
