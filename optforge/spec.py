@@ -107,7 +107,8 @@ class Measure:
     """How time and memory are measured."""
 
     attribution: str = "prefix"
-    """prefix: a row per growing prefix; leave_one_out: also the whole recipe without each step; ends: baselines and the whole recipe only."""
+    """prefix: a row per growing prefix; leave_one_out: also the whole recipe without each step; ends: only the baselines
+    and the whole recipe."""
     budget_s: float | None = None
     """Seconds for all timing together; null means each row runs until it is steady or reaches `max_s`."""
     warmup: int = 3

@@ -18,9 +18,9 @@ GROUPS = ("transforms", "backends", "workloads", "models", "data")
 LAYERS = {
     0: "errors spec",
     1: "registry select measure kernels atomic cache checkpoint compiling fetch idx isolate logs pretrained progress safe_yaml share"
-    " statetable toolchain",
+    " toolchain",
     2: " ".join(GROUPS),
-    3: "recipe config plan engine report artifact preflight environment rows verdicts",
+    3: "recipe config plan engine execution record report artifact preflight environment rows verdicts",
     4: "cli api lightning __main__",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

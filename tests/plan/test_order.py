@@ -32,7 +32,7 @@ class Stub:
 
 
 def step(use: str, name: str | None = None, **fields: object) -> Step:
-    kind = use.split("/")[0]
+    kind = use.split("/", maxsplit=1)[0]
     return Step(name=name or kind, use=use, options={}, transform=Stub(PHASES[kind]), **fields)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,331 @@
+"""One run, row by row: baselines, then each step on top of the rows before it, then the conclusion.
+
+Rows: the model as loaded, the same compiled, then each further step under compile, each timed in rounds that alternate
+with the compiled baseline. Quality is taken of each row's uncompiled tree (docs/log.md says why).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optforge import artifact, verdicts
+from optforge.measure import memory, quality
+from optforge.measure.size import weight_bytes
+from optforge.models.base import Loaded
+from optforge.plan.make import Plan, PlannedStep
+from optforge.progress import Progress
+from optforge.record import Record
+from optforge.rows import Applied, Rows, verify
+from optforge.spec import Measure, Measurement, QualityResult, Ratio, StepReport
+
+LOWEST_COMPILED_SQNR_DB = 10.0
+"""Below this the compiled program computes something else than the same modules run eagerly. Not higher: rounding activations
+to fp8 amplifies the differences of fused sums (12.5 dB on the random weights of a 16-layer decoder, H200)."""
+
+
+class Execution:
+    """The state of one run: the report as known so far, the row that grows, and what it is compared with."""
+
+    def __init__(self, plan: Plan, folder: Path | None, progress: Progress) -> None:
+        self.plan, self.folder, self.progress = plan, folder, progress
+        self.spec, self.backend = plan.run, plan.backend
+        self.record = Record(plan, folder)
+        self.report = self.record.report
+        self.applied: list[Applied] = []
+
+    def run(self) -> nn.Module | None:
+        """Fills the report; the optimized module, or None where the device ran out of memory."""
+        with self.record.kept(), self.backend.session(self.spec.seed):
+            return self._measured()
+        return None
+
+    # --- the rows ------------------------------------------------------------------------------------------------
+
+    def _measured(self) -> nn.Module:
+        loaded = self._load()
+        self._baselines(loaded)
+        module = self._grow() if self.fits and self.options.attribution != "ends" else self._all_at_once()
+        if self.fits and self.options.attribution == "leave_one_out":
+            self._leave_one_out(module)
+        self._conclude(module, loaded)
+        return module
+
+    def _load(self) -> Loaded:
+        with self.progress.stage(f"load {self.spec.model.name}"):
+            loaded: Loaded = self.spec.model.source.load(self.spec.seed)
+            self.report.model = {**self.report.model, "digest": loaded.digest, "weights": loaded.weights, "notes": list(loaded.notes)}
+        with self.progress.stage(f"place on {self.plan.device.name}"):
+            baseline = self._placed(loaded.module.eval())
+        device = self.backend.torch_device()
+        workload = self.spec.workload.source
+        work = workload.prepare(loaded, self.spec.data.source, device, self.spec.seed)
+        self.options = self._budgeted()
+        example = workload.example(loaded, device if self.fits else torch.device("cpu"))
+        self.rows = Rows(self.plan, baseline, work, example, self.options)
+        self.report.workload = {**self.report.workload, "unit": work.unit, "units": work.units}
+        return loaded
+
+    def _placed(self, module: nn.Module) -> nn.Module:
+        """The baseline on the device; where it does not fit it stays on the CPU, and the report says why it has no figures."""
+        needed, room = weight_bytes(module), self.plan.device.memory_bytes
+        self.fits = room is None or needed <= room
+        if self.fits:
+            try:
+                return self.backend.place(module)
+            except Exception as error:
+                if not self.backend.is_out_of_memory(error):
+                    raise
+                memory.released(error)
+                self.backend.free()
+                self.fits = False
+        self.report.baseline_reason = f"the model as loaded ({needed / 1e9:.1f} GB of weights) does not fit {self.plan.device.name}"
+        if room is not None:
+            self.report.baseline_reason += f" ({room / 1e9:.1f} GB)"
+        self.report.warnings.append(f"no baseline: {self.report.baseline_reason}")
+        return module.to("cpu")
+
+    def _budgeted(self) -> Measure:
+        """`measure.budget_s` shared out over the rows."""
+        options = self.spec.measure
+        if options.budget_s is None:
+            return options
+        rows = 1 + len(self.plan.steps) if options.attribution != "ends" else 3
+        if options.attribution == "leave_one_out":
+            rows += len(self.plan.rewrites)
+        return replace(options, max_s=min(options.max_s, options.budget_s / rows))
+
+    def _baselines(self, loaded: Loaded) -> None:
+        """The model as loaded, then (where the recipe compiles) the same model compiled."""
+        rows = self.rows
+        self.reference: nn.Module | None = None
+        self.reference_name = "the baseline"
+        self.compiled_ratio: Ratio | None = None
+        if self.fits:
+            self.reference = rows.baseline
+            with self.progress.stage("baseline, as loaded"):
+                self.report.baseline = rows.measure(rows.baseline, None, "baseline")
+        self.quality = quality.QualityRun(
+            baseline=rows.baseline if self.fits else None,
+            loaded=loaded,
+            data=self.spec.data.source,
+            data_name=self.spec.data.name,
+            device=self.backend.torch_device(),
+            options=self.spec.quality,
+            limits=self.spec.recipe.limits,
+            seed=self.spec.seed,
+        )
+        if self.spec.quality.enabled and self.quality.reason is None:
+            with self.progress.stage("baseline quality"):
+                self.quality.prepare()
+        elif self.quality.reason:
+            self.report.warnings.append(f"no quality was measured: {self.quality.reason}")
+        if self.fits and self.plan.compile is not None:
+            self._compiled_baseline(self.plan.compile)
+        self.record.write()
+
+    def _compiled_baseline(self, planned: PlannedStep) -> None:
+        """The same model compiled, timed against the model as loaded: the row of the compile step."""
+        rows = self.rows
+        with self.progress.stage("baseline, compiled"):
+            compiled, _ = rows.fresh()
+            eager_output = rows.work.run(compiled)
+            applied = rows.compile(compiled)
+            measured = rows.measure(compiled, rows.baseline, "compiled baseline")
+            self._check_compiled("baseline", compiled, eager_output)
+        ratio = verdicts.goal_ratio(self.goal, measured, self._baseline)
+        step = self._step_report(planned, applied)
+        step.measured, step.vs_baseline, step.vs_previous = measured, ratio, ratio
+        step.verdict = verdicts.judge(ratio, None)
+        step.reason = verdicts.sentence(step.verdict, ratio, "the model as loaded", self.goal, None)
+        self.report.steps.append(step)
+        if planned.step.keep == "if_faster" and step.verdict != "ok":
+            step.kept = False
+            self.plan.steps.remove(planned)
+            return
+        self.report.compiled_baseline = measured
+        self.reference, self.reference_name, self.compiled_ratio = compiled, "the compiled baseline", ratio
+        self.compile_applied = applied
+
+    def _grow(self) -> nn.Module:
+        """One row per step, each on top of the rows before it."""
+        module, _ = self.rows.fresh()
+        previous: Measurement | None = None
+        for planned in self.plan.rewrites:
+            with self.progress.stage(f"step {planned.name} ({planned.step.use})"):
+                self.rows.lift(module)
+                step = self._row(module, planned, previous)
+            if planned.step.keep == "if_faster" and step.verdict != "ok":
+                module = self._drop(step)
+            else:
+                previous = step.measured
+            self.record.write()
+        if not self.plan.rewrites or (self.report.steps and not self.report.steps[-1].kept):
+            self.rows.compile(module)
+        return module
+
+    def _row(self, module: nn.Module, planned: PlannedStep, previous: Measurement | None) -> StepReport:
+        """Applies one step, compiles, measures, evaluates, judges."""
+        applied = self.rows.apply(module, planned)
+        self.applied.append(applied)
+        verify(module, self.applied)
+        step = self._step_report(planned, applied)
+        self.report.steps.append(step)
+        step.quality = self._quality(module, planned.name)
+        step.measured = self._timed(module, planned.name)
+        ratio = verdicts.goal_ratio(self.goal, step.measured, self._reference_measurement)
+        self._compare(step, ratio)
+        step.vs_previous = verdicts.step_ratio(self.goal, step.measured, previous, ratio)
+        step.verdict = verdicts.judge(step.vs_previous, step.quality)
+        step.reason = verdicts.sentence(step.verdict, step.vs_previous, "the row before", self.goal, step.quality)
+        return step
+
+    def _timed(self, module: nn.Module, name: str) -> Measurement:
+        """Compiles a row's tree as the recipe asks and times it against the reference."""
+        eager_output = self.rows.work.run(module)
+        compiled = self.rows.compile(module)
+        measured = self.rows.measure(module, self.reference, name)
+        if compiled is not None:
+            self._check_compiled(name, module, eager_output)
+        if measured.recompile_limit_hit:
+            self.report.warnings.append(f"step {name}: the recompile limit was hit, later calls ran uncompiled")
+        return measured
+
+    def _drop(self, step: StepReport) -> nn.Module:
+        """Builds the row afresh without a step that gained nothing."""
+        step.kept = False
+        self.report.warnings.append(f"step {step.name} was dropped (keep: if_faster): {step.reason}")
+        kept = [applied.planned for applied in self.applied[:-1]]
+        module, self.applied = self.rows.fresh(kept)
+        return module
+
+    def _all_at_once(self) -> nn.Module:
+        """`attribution: ends`, or a baseline that does not fit: every step, one row."""
+        why = "measure.attribution: ends" if self.fits else "the rows before it do not fit the device"
+        with self.progress.stage("all steps"):
+            module, self.applied = self.rows.fresh(self.plan.rewrites)
+            verify(module, self.applied)
+            module = self.backend.place(module)
+            for applied in self.applied:
+                step = self._step_report(applied.planned, applied)
+                step.verdict, step.reason = None, f"not measured alone ({why})"
+                self.report.steps.append(step)
+            if self.applied:
+                last = self.report.steps[-1]
+                last.quality = self._quality(module, "all steps")
+                last.measured = self._timed(module, "all steps")
+                self._compare(last, verdicts.goal_ratio(self.goal, last.measured, self._reference_measurement))
+            else:
+                self.rows.compile(module)
+        return module
+
+    def _leave_one_out(self, module: nn.Module) -> None:
+        """How much better the whole recipe is with each step than without it."""
+        kept = [applied.planned for applied in self.applied]
+        for planned in kept:
+            with self.progress.stage(f"without {planned.name}"):
+                without, _ = self.rows.fresh([other for other in kept if other is not planned])
+                self.rows.compile(without)
+                alone = self.rows.measure(without, None, f"without {planned.name}")
+                measured = self.rows.measure(module, without, "all steps")
+            step = next(step for step in self.report.steps if step.name == planned.name)
+            step.without = verdicts.goal_ratio(self.goal, measured, alone)
+            self.record.write()
+
+    # --- what a row is judged by ---------------------------------------------------------------------------------
+
+    def _compare(self, step: StepReport, ratio: Ratio | None) -> None:
+        """Fills a row's ratios; `ratio` is against the reference of this run."""
+        if self.compiled_ratio is None:
+            step.vs_baseline = ratio
+        else:
+            step.vs_compiled_baseline = ratio
+            step.vs_baseline = verdicts.product(ratio, self.compiled_ratio)
+
+    def _quality(self, module: nn.Module, name: str) -> QualityResult | None:
+        if not self.spec.quality.enabled or self.quality.reason is not None:
+            return None
+        self.progress.note(f"quality of {name}")
+        return self.quality.evaluate(module)
+
+    def _check_compiled(self, name: str, module: nn.Module, eager_output: Any) -> None:
+        sqnr = self.rows.agreement(module, eager_output)
+        if sqnr is not None and sqnr < LOWEST_COMPILED_SQNR_DB:
+            self.report.warnings.append(f"{name}: the compiled output differs from the uncompiled one (SQNR {sqnr:.1f} dB)")
+
+    def _conclude(self, module: nn.Module, loaded: Loaded) -> None:
+        report = self.report
+        verify(module, self.applied)
+        last = next((step for step in reversed(report.steps) if step.kept and step.measured is not None), None)
+        if last is None:
+            report.verdict, report.reason = "no_gain", "no step is left: this is the baseline"
+            report.optimized = report.baseline
+        else:
+            report.optimized, report.quality = last.measured, last.quality
+            report.speedup = {"vs_baseline": last.vs_baseline, "vs_compiled_baseline": last.vs_compiled_baseline}
+            against = last.vs_compiled_baseline or last.vs_baseline
+            name = self.reference_name if last.vs_compiled_baseline else "the model as loaded"
+            report.verdict = verdicts.judge(against, last.quality)
+            report.reason = verdicts.sentence(report.verdict, against, name, self.goal, last.quality)
+        self._generate(module, loaded)
+        if self.spec.save:
+            self._save(module)
+
+    def _generate(self, module: nn.Module, loaded: Loaded) -> None:
+        """The same prompts continued before and after, for a reader's own judgement."""
+        options = self.spec.quality
+        if not options.enabled or options.generate == 0 or loaded.tokenizer is None or loaded.weights != "trained":
+            return
+        with self.progress.stage("two generations, before and after"):
+            self.rows.lift(module)
+            for prompt in self.spec.data.source.prompts()[:2]:
+                self.report.generations.append(
+                    {
+                        "prompt": prompt,
+                        "baseline": quality.generate(self.rows.baseline, loaded, prompt, options.generate),
+                        "optimized": quality.generate(module, loaded, prompt, options.generate),
+                    }
+                )
+            self.rows.compile(module)
+
+    def _save(self, module: nn.Module) -> None:
+        from optforge import config
+
+        assert self.folder is not None, "save needs a folder"
+        with self.progress.stage("save"):
+            receipts = [
+                {"step": a.planned.name, "use": a.planned.step.use, "options": dict(a.planned.step.options), "receipt": asdict(a.receipt)}
+                for a in self.applied
+            ]
+            self.report.artifact = artifact.save(
+                module, self.folder, run_yaml=config.to_yaml(self.spec), receipts=receipts, ties_before=artifact.ties(self.rows.baseline)
+            )
+
+    # --- the report ----------------------------------------------------------------------------------------------
+
+    @property
+    def goal(self) -> str:
+        return self.spec.recipe.goal
+
+    @property
+    def _baseline(self) -> Measurement:
+        """The model as loaded; where it does not fit, all that is known of it is the size of its weights."""
+        return self.report.baseline or Measurement(weight_bytes=self.plan.weight_bytes)
+
+    @property
+    def _reference_measurement(self) -> Measurement:
+        return self.report.compiled_baseline or self._baseline
+
+    def _step_report(self, planned: PlannedStep, applied: Applied | None) -> StepReport:
+        return StepReport(
+            name=planned.name,
+            kind=planned.step.kind,
+            use=planned.step.use,
+            receipt=asdict(applied.receipt) if applied else None,
+            seconds=applied.seconds if applied else None,
+            predicted=planned.predicted,
+        )
