@@ -63,12 +63,12 @@ class Quantized(nn.Module):
         return self.scheme.group_size or -(-self.columns // CHANNEL_STEP) * CHANNEL_STEP
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`nn.Module._apply` with scales exempt from a change of dtype (moves and `to_empty` pass)."""
-        scale = self._parameters.get("weight_scale")
+        """`nn.Module._apply` with scales and sums exempt from a change of dtype (moves and `to_empty` pass)."""
+        exempt = {id(parameter) for name, parameter in self.stored() if name != "weight"}
 
         def keep(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            return tensor.to(result.device) if tensor is scale and result.dtype is not tensor.dtype else result
+            return tensor.to(result.device) if id(tensor) in exempt and result.dtype is not tensor.dtype else result
 
         return super()._apply(keep, recurse)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
 
@@ -223,4 +223,4 @@ def _store(weight: Tensor, scheme: Scheme, fmt: Fp8Format) -> dict[str, Tensor |
     values, scale = rounding.int8_weight(weight)
     if scheme.activation_dtype is None:
         return {"weight": values, "weight_scale": scale}
-    return {"weight": values, "weight_scale": scale, "weight_sum": values.sum(1, dtype=torch.int32)}
+    return {"weight": values, "weight_scale": scale, "weight_sum": values.sum(1, dtype=torch.int32).float() * scale.flatten()}

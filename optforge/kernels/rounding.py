@@ -79,15 +79,16 @@ def from_int4(packed: Tensor, scale: Tensor, zero: Tensor | None, columns: int, 
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Asymmetric int8 per row: int8 [rows, K], fp32 scales [rows, 1], fp32 integer zero points [rows, 1] in -128..127.
+    """Asymmetric int8 per row: int8 [rows, K] in -127..127, fp32 scales [rows, 1] and fp32 offsets [rows, 1].
 
-    `x` is close to `scale * (stored - zero)`. The range always holds 0, so that 0 is exact.
+    `x` is close to `scale * stored + offset`. A row of one value has the smallest scale and comes back as that value.
     """
     values = x.float()
-    low, high = values.amin(1, keepdim=True).clamp(max=0), values.amax(1, keepdim=True).clamp(min=0)
-    scale = ((high - low) / 255).clamp_min(TINY)
-    zero = torch.round(-128 - low / scale).clamp(-128, 127)
-    return (torch.round(values * (1 / scale)) + zero).clamp(-128, 127).to(torch.int8), scale, zero
+    low = values.amin(1, keepdim=True)
+    span = (values.amax(1, keepdim=True) - low).clamp_min(254 * TINY)
+    scale = span * (1 / 254)
+    stored = torch.round((values - low) * (254 / span) - 127).to(torch.int8)
+    return stored, scale, low + 127 * scale
 
 
 def fp8_rows(x: Tensor, fmt: Fp8Format, *, per_row: bool) -> tuple[Tensor, Tensor]:
