@@ -35,6 +35,11 @@ def decompose() -> Iterator[None]:
         _decomposed = before
 
 
+def decomposing() -> bool:
+    """Whether `decompose` holds."""
+    return _decomposed
+
+
 def takes_kernel(x: Tensor) -> bool:
     """Whether `x` lies on a device that the kernels run on, outside `decompose`."""
     return x.is_cuda and not _decomposed

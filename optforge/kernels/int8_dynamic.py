@@ -7,13 +7,12 @@ s[m] * q[m, k] + offset[m],
 
     sum_k x[m, k] * w[n, k]  =  s[m] * scale[n] * sum_k q[m, k] * weight[n, k]  +  offset[m] * weight_sum[n]
 
-The integer sum is exact: 127 * 127 * K stays below 2^31 up to K = 133,000. Above 2^24 (from K = 1,041 on, in the worst
+The integer sum is exact: 128 * 127 * K stays below 2^31 up to K = 132,000. Above 2^24 (from K = 1,033 on, in the worst
 case) its conversion to fp32 rounds by 6e-8 of it, a hundredth of what rounding the activations costs at K = 14,336.
 
 The product is `torch._int_mm`, oneDNN's on CPU and cuBLAS's on CUDA. What comes before and after is plain PyTorch, which
-Inductor fuses with the layers around it; one more pass over the activations would eat the gain at small widths. The offset
-is a float and not an integer zero point, and divisions are few, because the fused loops work out each row's numbers again
-for every vector of values: that made them a third slower.
+Inductor fuses with the layers around it; one more pass over the activations would eat the gain at small widths. Divisions
+and clamps are few there, because the fused loops work out each row's numbers again for every vector of values.
 """
 
 from __future__ import annotations

@@ -79,16 +79,19 @@ def from_int4(packed: Tensor, scale: Tensor, zero: Tensor | None, columns: int, 
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Asymmetric int8 per row: int8 [rows, K] in -127..127, fp32 scales [rows, 1] and fp32 offsets [rows, 1].
+    """Asymmetric int8 per row: int8 [rows, K], fp32 scales [rows, 1] and fp32 offsets [rows, 1].
 
-    `x` is close to `scale * stored + offset`. A row of one value has the smallest scale and comes back as that value.
+    `x` is close to `scale * stored + offset`. The offset is a whole number of steps, so that 0 is exact: in a row with one
+    huge value nearly all others lie within a step of 0, and their errors would add up instead of cancelling. Two of the
+    255 steps are given up, and nothing has to be clamped.
     """
     values = x.float()
-    low = values.amin(1, keepdim=True)
-    span = (values.amax(1, keepdim=True) - low).clamp_min(254 * TINY)
-    scale = span * (1 / 254)
-    stored = torch.round((values - low) * (254 / span) - 127).to(torch.int8)
-    return stored, scale, low + 127 * scale
+    low = values.amin(1, keepdim=True).clamp(max=0)
+    span = (values.amax(1, keepdim=True).clamp(min=0) - low).clamp_min(253 * TINY)
+    steps = 253 / span
+    zero = torch.round(-127 - low * steps)
+    scale = span * (1 / 253)
+    return (torch.round(values * steps) + zero).to(torch.int8), scale, -zero * scale
 
 
 def fp8_rows(x: Tensor, fmt: Fp8Format, *, per_row: bool) -> tuple[Tensor, Tensor]:
