@@ -2,7 +2,8 @@
 
 q [B, H, T, D], k and v [B, G, T, D] with H a multiple of G, in bf16, fp16 or fp32; out [B, H, T, D] in q's dtype. The heads of
 one group are multiplied as one matrix, so that keys are not repeated, and a block of queries is multiplied only with the
-keys that it may see. Scores are rounded to the inputs' dtype, the softmax over them is fp32 inside.
+keys that it may see. Scores are rounded to the inputs' dtype, the softmax over them is fp32 inside. The result lies in memory
+as [B, T, H, D], which is how the next layer reads it.
 
 PyTorch's fused CPU kernel multiplies one head and a few queries at a time, which small heads cannot fill (docs/log.md has
 both times). On a GPU its kernels win, and this is not used.
@@ -35,22 +36,22 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     together = heads // groups
     keys, values = k.reshape(batch * groups, tokens, width).transpose(1, 2), v.reshape(batch * groups, tokens, -1)
     queries = (q * scale).reshape(batch * groups, together, tokens, width)
-    out = q.new_empty(batch * groups, together, tokens, values.shape[-1])
+    later = q.new_full((min(QUERIES, tokens), min(QUERIES, tokens)), float("-inf")).triu(1)
+    out = q.new_empty(batch, tokens, groups, together, values.shape[-1])
     for begin in range(0, tokens, QUERIES):
         end = min(begin + QUERIES, tokens)
         rows = end - begin
         scores = torch.bmm(queries[:, :, begin:end].reshape(batch * groups, together * rows, width), keys[:, :, :end])
         scores = scores.view(batch * groups, together, rows, end)
-        hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-        scores[..., begin:].masked_fill_(hidden, float("-inf"))
+        scores[..., begin:].add_(later[:rows, :rows])
         weights = torch.softmax(scores, dim=-1)
         mixed = torch.bmm(weights.view(batch * groups, together * rows, end), values[:, :end])
-        out[:, :, begin:end] = mixed.view(batch * groups, together, rows, -1)
-    return out.view(batch, heads, tokens, -1)
+        out[:, begin:end] = mixed.view(batch, groups, together, rows, -1).permute(0, 3, 1, 2, 4)
+    return out.view(batch, tokens, heads, -1).transpose(1, 2)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
 
 
 def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *rest: object, **named: object) -> int:

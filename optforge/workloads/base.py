@@ -88,6 +88,13 @@ def token_ids(loaded: Loaded, data: DataSource, shape: tuple[int, int], device: 
     return data.tokens(loaded, shape[0] * shape[1], seed).reshape(shape).to(device)
 
 
+def example_ids(loaded: Loaded, device: torch.device) -> Tensor:
+    """Token ids [2, 8] of one small forward pass. All different: a repeated token makes activations no text makes."""
+    import torch
+
+    return torch.arange(16, device=device).remainder(loaded.vocab_size or 16).reshape(2, 8)
+
+
 def not_positive(where: str, **sizes: int) -> Iterator[Problem]:
     """A problem for each size that is below 1."""
     for name, size in sizes.items():

@@ -16,13 +16,11 @@ from optforge.data.base import DataSource
 from optforge.errors import Problem
 from optforge.measure.work import compute_dtype, count_flops, read_bytes
 from optforge.models.base import Loaded
-from optforge.workloads.base import begin_pass, not_positive, token_ids, too_long
+from optforge.workloads.base import begin_pass, example_ids, not_positive, token_ids, too_long
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-EXAMPLE_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +58,7 @@ class Decode:
             yield Problem(where="workload", what=what, fix="workload=prefill")
 
     def example(self, loaded: Loaded, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        import torch
-
-        ids = torch.zeros((2, EXAMPLE_TOKENS), dtype=torch.int64, device=device)
+        ids = example_ids(loaded, device)
         return (), {"input_ids": ids, "use_cache": False}
 
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> DecodeWork:

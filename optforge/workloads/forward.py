@@ -16,14 +16,13 @@ from optforge.data.base import DataSource
 from optforge.errors import Problem
 from optforge.measure.work import compute_dtype, count_flops, read_bytes, tensor_bytes
 from optforge.models.base import FAMILIES, Loaded
-from optforge.workloads.base import begin_pass, not_positive, token_ids
+from optforge.workloads.base import begin_pass, example_ids, not_positive, token_ids
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-EXAMPLE_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Forward:
         import torch
 
         if loaded.family == "causal_lm":
-            ids = torch.zeros((2, EXAMPLE_TOKENS), dtype=torch.int64, device=device)
+            ids = example_ids(loaded, device)
             return (), {"input_ids": ids, **_without_cache(loaded)}
         if loaded.family == "image_classifier":
             assert loaded.image_shape is not None, "check() refuses a classifier without the shape of its images"

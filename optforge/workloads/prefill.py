@@ -16,13 +16,12 @@ from optforge.data.base import DataSource
 from optforge.errors import Problem
 from optforge.measure.work import count_flops, read_bytes
 from optforge.models.base import Loaded
-from optforge.workloads.base import begin_pass, not_positive, token_ids, too_long
+from optforge.workloads.base import begin_pass, example_ids, not_positive, token_ids, too_long
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-EXAMPLE_TOKENS = 8
 LAST_ONLY = {"use_cache": False, "logits_to_keep": 1}
 
 
@@ -49,9 +48,7 @@ class Prefill:
         yield from too_long(loaded, "prompt_tokens", self.prompt_tokens)
 
     def example(self, loaded: Loaded, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        import torch
-
-        ids = torch.zeros((2, EXAMPLE_TOKENS), dtype=torch.int64, device=device)
+        ids = example_ids(loaded, device)
         return (), {"input_ids": ids, **LAST_ONLY}
 
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> PrefillWork:

@@ -24,6 +24,11 @@ class Pattern(Enum):
     conv_bn = "conv_bn"
 
 
+class Attention(Enum):
+    auto = "auto"
+    keep = "keep"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fuse:
     """What is joined, and what is left apart."""
@@ -34,6 +39,9 @@ class Fuse:
     pattern: Pattern = Pattern.decoder
     """decoder: linears of one module that read the same input, inside repeated layers, become one product (q/k/v,
     gate/up); conv_bn: a batch norm that alone reads a convolution is folded into its weights."""
+    attention: Attention = Attention.auto
+    """decoder. auto: on a CPU, causal attention without a cache runs as grouped products, which PyTorch's own kernel is
+    slower than there; keep: it stays as it is. Other devices keep theirs either way."""
     ignore: list[str] = field(default_factory=list)
     """Selectors of modules that stay apart: linears for decoder, convolutions or batch norms for conv_bn."""
 
@@ -55,7 +63,7 @@ class Fuse:
         if self.pattern is Pattern.decoder:
             from optforge.transforms.fuse import decoder
 
-            return decoder.apply(model, self.ignore, ctx)
+            return decoder.apply(model, self.ignore, ctx, regroup=self.attention is Attention.auto)
         from optforge.transforms.fuse import conv_bn
 
         return conv_bn.apply(model, self.ignore, ctx)
@@ -63,9 +71,9 @@ class Fuse:
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """Joins what the receipt names."""
         if self.pattern is Pattern.decoder:
-            from optforge.transforms.fuse import packing
+            from optforge.transforms.fuse import decoder
 
-            return packing.replay(model, receipt.decisions)
+            return decoder.replay(model, receipt.decisions)
         from optforge.transforms.fuse import conv_bn
 
         return conv_bn.replay(model, receipt.decisions)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
-from optforge.select import original_name, select
+from optforge.select import original_name, repeated_blocks, select
+from optforge.spec import Json
 from optforge.transforms.base import Context, Receipt, Touched
+from optforge.transforms.fuse import attention, packing
 from optforge.transforms.fuse.flow import example_of, hold_equal, outputs
 from optforge.transforms.fuse.packing import PackedPart, joined_name, pack_
 
@@ -46,8 +48,8 @@ class _Call:
     inside: bool
 
 
-def apply(model: nn.Module, ignore: list[str], ctx: Context) -> Receipt:
-    """Packs every group in place; see `Fuse.apply`."""
+def apply(model: nn.Module, ignore: list[str], ctx: Context, *, regroup: bool) -> Receipt:
+    """Packs every group in place, and with `regroup` lets attention run as grouped products; see `Fuse.apply`."""
     receipt = Receipt(total_bytes=weight_bytes(model), decisions={"packs": []})
     sites = _sites(model)
     if ignore:
@@ -66,9 +68,30 @@ def apply(model: nn.Module, ignore: list[str], ctx: Context) -> Receipt:
             _pack(group, receipt)
     if not receipt.touched:
         raise PlanError(_nothing(model, sites, receipt, ctx))
+    if regroup:
+        _regroup(model, receipt, ctx)
     if not model.training:  # dropout would differ from one pass to the next
         hold_equal(before, outputs(model, example, ctx), ctx)
     return receipt
+
+
+def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
+    """Packs, and chooses the attention, that a receipt's decisions name."""
+    packing.replay(model, decisions)
+    if decisions.get("attention") == attention.NAME:
+        attention.use_(model)
+
+
+def _regroup(model: nn.Module, receipt: Receipt, ctx: Context) -> None:
+    """Switches the attention where that helps, and says which it is."""
+    reason = attention.suits(model, ctx)
+    if reason is not None:
+        receipt.notes.append(reason)
+        return
+    attention.use_(model)
+    receipt.decisions["attention"] = attention.NAME
+    receipt.kernels["optforge::grouped_attention"] = len(repeated_blocks(model))
+    receipt.notes.append("causal attention runs as grouped products")
 
 
 def _sites(model: nn.Module) -> list[_Site]:

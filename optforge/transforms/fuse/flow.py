@@ -25,10 +25,10 @@ def example_of(model: nn.Module, ctx: Context) -> tuple[tuple[Any, ...], dict[st
     """
     if ctx.example is not None:
         return ctx.example
-    config = getattr(model, "config", None)
-    if getattr(model, "main_input_name", None) == "input_ids" and hasattr(config, "vocab_size"):
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if getattr(model, "main_input_name", None) == "input_ids" and vocabulary:
         device = next(model.parameters()).device
-        return (), {"input_ids": torch.zeros(1, 8, dtype=torch.int64, device=device)}
+        return (), {"input_ids": torch.arange(8, device=device).remainder(vocabulary)[None]}
     raise PlanError(
         Problem(
             where=f"step {ctx.step}",

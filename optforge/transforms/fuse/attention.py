@@ -1,0 +1,64 @@
+"""Gives a decoder of transformers the grouped attention of `optforge.kernels.attention`, on CPUs, for this instance alone.
+
+transformers looks its attention up by the name in the model's own config, so choosing another name changes no class and
+no other model. The function computes what the name says for plain causal attention only; where a call brings a mask of its
+own (padding, a sliding window, a static cache), dropout, or needs nothing causal, transformers' own SDPA runs, as before.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from optforge.kernels.attention import grouped_attention
+from optforge.transforms.base import Context
+
+NAME = "optforge_grouped"
+_SDPA = "sdpa"
+
+
+def suits(model: nn.Module, ctx: Context) -> str | None:
+    """Why the model keeps its attention, or None where the grouped form takes over."""
+    if ctx.device.backend != "cpu":
+        return f"attention stays SDPA: its kernels are the faster ones on {ctx.device.name}"
+    if ctx.uses_cache:
+        return "attention stays SDPA: a static cache brings a mask of its own"
+    found = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return None if found == _SDPA else "attention stays as it is: the model is none of transformers' with SDPA"
+
+
+def use_(model: nn.Module) -> None:
+    """Makes the model look up the grouped attention."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(NAME, _forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[_SDPA])
+    model.config = copy.deepcopy(model.config)  # callers build several models from one config
+    for child in model.modules():
+        if isinstance(getattr(child, "config", None), type(model.config)):
+            child.config = model.config
+    model.config._attn_implementation = NAME  # type: ignore[union-attr]  # a transformers model, by `suits`
+
+
+def _forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: heads first in, [B, T, H, D] out."""
+    plain = (
+        query.device.type == "cpu"
+        and attention_mask is None
+        and query.shape[2] == key.shape[2]
+        and query.shape[2] > 1
+        and not options.get("dropout")
+    )
+    causal = options.get("is_causal")
+    if not plain or not (getattr(module, "is_causal", True) if causal is None else causal) or options.get("softcap"):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return out
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    return grouped_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
