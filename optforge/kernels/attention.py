@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from optforge.kernels import dispatch
 
@@ -59,7 +58,4 @@ def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *rest: ob
     return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 
 
-dispatch.LIBRARY.define("grouped_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-dispatch.LIBRARY.impl("grouped_attention", _blocks, "CPU")  # type: ignore[no-untyped-call]  # as above
-torch.library.register_fake("optforge::grouped_attention", _fake, lib=dispatch.LIBRARY)
-register_flop_formula(torch.ops.optforge.grouped_attention)(_flops)
+dispatch.define_plain("grouped_attention", "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", cpu=_blocks, fake=_fake, flops=_flops)

@@ -57,8 +57,16 @@ def define(name: str, arguments: str, *, cuda: Callable[..., Tensor], reference:
     LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]  # as above
     LIBRARY.impl(name, reference, "CPU")  # type: ignore[no-untyped-call]  # as above
     torch.library.register_fake(f"optforge::{name}", _fake, lib=LIBRARY)
-    register_flop_formula(getattr(torch.ops.optforge, name))(_flops)
+    register_flop_formula(getattr(torch.ops.optforge, name))(product_flops)
     BYTE_FORMULAS[name] = product_bytes
+
+
+def define_plain(name: str, schema: str, *, cpu: Callable[..., Tensor], fake: Callable[..., Tensor], flops: Callable[..., int]) -> None:
+    """Defines `optforge::<name><schema>` for the CPU alone; other devices never reach it."""
+    LIBRARY.define(f"{name}{schema}")  # type: ignore[no-untyped-call]  # as above
+    LIBRARY.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]  # as above
+    torch.library.register_fake(f"optforge::{name}", fake, lib=LIBRARY)
+    register_flop_formula(getattr(torch.ops.optforge, name))(flops)
 
 
 def product_bytes(x: Tensor, weight: Tensor, *others: Tensor | None) -> int:
@@ -71,7 +79,9 @@ def _fake(x: Tensor, weight: Tensor, *arguments: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _flops(x_shape: tuple[int, ...], weight_shape: tuple[int, ...], *arguments: object, out_shape: object = None, **rest: object) -> int:
+def product_flops(
+    x_shape: tuple[int, ...], weight_shape: tuple[int, ...], *arguments: object, out_shape: object = None, **rest: object
+) -> int:
     """A multiply and an add for every input, row and output: 2 * rows * K * N."""
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
 

@@ -103,7 +103,7 @@ class Int8WeightLinear(QuantizedLinear):
 
 
 class Int8DynamicLinear(QuantizedLinear):
-    operator = "aten::_int_mm"
+    operator = "int8_dynamic"
 
     def _product(self, x: Tensor) -> Tensor:
         assert self.weight_sum is not None

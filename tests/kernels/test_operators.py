@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from toys import context
 
-from optforge.kernels import dispatch, fp8_weight, int4_weight, int8_weight, rounding
+from optforge.kernels import dispatch, fp8_weight, int4_weight, int8_dynamic, int8_weight, rounding
 from optforge.kernels.formats import OCP
 from optforge.transforms.quantize import Quantize, SchemeName
 
@@ -84,3 +84,40 @@ def test_decompose_is_left_again_after_an_error() -> None:
         assert dispatch._decomposed
         raise RuntimeError("stop")
     assert not dispatch._decomposed
+
+
+@pytest.mark.skipif(not int8_dynamic._VNNI, reason="this CPU has no VNNI, so nothing is packed")
+@pytest.mark.parametrize("rows", [int8_dynamic.PACKED_ROWS, 33])
+def test_the_packed_product_is_the_exact_integer_one(rows: int) -> None:
+    torch.manual_seed(0)
+    a, weight = torch.randint(0, 255, (rows, 576), dtype=torch.uint8), torch.randint(-127, 128, (40, 576), dtype=torch.int8)
+    scale = torch.rand(40, 1)
+    expected = (a.double() @ weight.double().t()) * scale.double().flatten()
+    found = torch.ops.optforge.int8_packed(a, weight, scale).double()
+    assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.skipif(not int8_dynamic._VNNI, reason="this CPU has no VNNI, so nothing is packed")
+def test_a_weight_is_packed_once_and_again_when_it_changes() -> None:
+    weight = torch.nn.Parameter(torch.randint(-127, 128, (16, 32), dtype=torch.int8), requires_grad=False)
+    first = int8_dynamic._packed(weight)
+    assert int8_dynamic._packed(weight) is first
+    a, scale = torch.full((8, 32), 1, dtype=torch.uint8), torch.ones(16, 1)
+    with torch.no_grad():
+        weight.zero_()
+    assert int8_dynamic._packed(weight) is not first
+    assert not torch.ops.optforge.int8_packed(a, weight, scale).any()
+    weight.data = torch.ones(16, 32, dtype=torch.int8)
+    assert torch.equal(torch.ops.optforge.int8_packed(a, weight, scale), torch.full((8, 16), 32.0))
+
+
+@pytest.mark.skipif(not int8_dynamic._VNNI, reason="this CPU has no VNNI, so nothing is packed")
+def test_a_compiled_layer_packs_its_weight_once() -> None:
+    weight = torch.nn.Parameter(torch.randint(-127, 128, (16, 32), dtype=torch.int8), requires_grad=False)
+    scale, weight_sum = torch.rand(16, 1) / 100, torch.zeros(16)
+    compiled = torch.compile(lambda x: int8_dynamic.int8_dynamic(x, weight, scale, weight_sum, None), fullgraph=True)
+    with torch.no_grad():
+        compiled(torch.randn(16, 32))
+        packed = getattr(weight, int8_dynamic._PACKED)[1]
+        compiled(torch.randn(16, 32))
+    assert getattr(weight, int8_dynamic._PACKED)[1] is packed
