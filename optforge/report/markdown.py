@@ -64,7 +64,7 @@ def _subject(report: Report) -> str:
 
 
 def _downgrades(report: Report) -> str:
-    return _bullets(f"step {d.step}: {d.requested} runs as {d.runs_as}: {d.reason}" for d in report.downgrades)
+    return _bullets(f"step {d.step}: {d.reason}" for d in report.downgrades)
 
 
 def _steps(report: Report) -> str:

@@ -130,7 +130,7 @@ def _predicted_ms(values: Mapping[str, Any] | None) -> str:
 
 
 def _downgrade(item: Mapping[str, Any]) -> str:
-    return f"step {item.get('step')}: {item.get('requested')} runs as {item.get('runs_as')}: {item.get('reason')}"
+    return f"step {item.get('step')}: {item.get('reason')}"
 
 
 def print_report(report: Report, console: Console) -> None:

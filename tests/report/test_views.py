@@ -292,7 +292,14 @@ def test_the_plan_in_a_terminal_tolerates_missing_keys() -> None:
         "selected": [{"step": "weights", "touched": 210, "skipped": 1, "ignored": 2}],
         "bytes": [{"step": "baseline", "weight_bytes": 269_060_352}, {"step": "weights", "weight_bytes": 163_000_000}],
         "predicted": {"baseline": {"latency_ms": 0.41}, "steps": [{"name": "weights", "latency_ms": None}]},
-        "downgrades": [{"step": "weights", "requested": "quantize/fp8_dynamic", "runs_as": "quantize/fp8_weight", "reason": "no units"}],
+        "downgrades": [
+            {
+                "step": "weights",
+                "requested": "quantize/fp8_dynamic",
+                "runs_as": "quantize/fp8_weight",
+                "reason": "a100 has no fp8 matrix units: fp8_dynamic runs as fp8_weight",
+            }
+        ],
         "warnings": ["look [here]"],
         "target": {"name": "a100"},
         "device": {"name": "cpu", "is_target": False},

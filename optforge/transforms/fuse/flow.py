@@ -47,7 +47,8 @@ def outputs(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], c
     args, kwargs = example
     # Versions of tensors, by which writes in place are seen, are not counted in inference mode. Fake tensors, because
     # transformers reads values on the host unless it sees that it is being traced.
-    fake = FakeTensorMode(allow_non_fake_inputs=True) if ctx.planning else nullcontext()
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if on_meta else nullcontext()
     with torch.inference_mode(False), torch.no_grad(), fake:
         try:
             result = model(*args, **kwargs)
