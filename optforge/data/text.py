@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CORPORA = ("wikipedia", "news")
+_CHARACTERS_PER_TOKEN = 6
+"""More than English has, so that one pass of the tokenizer is enough as a rule."""
+
 _PROMPT_WORDS = 12
 _SHORTEST_ARTICLE = 500
 
@@ -56,13 +59,14 @@ class Text:
 
         if loaded.tokenizer is None:
             raise DataError(Problem(where="data", what=f"{loaded.name} has no tokenizer for text", fix="use data=random_tokens"))
-        ids: list[int] = []
-        for document in self.documents():
-            ids += loaded.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        found = 0
+        for text in self._growing(count * _CHARACTERS_PER_TOKEN):
+            ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) >= count:
                 return torch.tensor(ids[:count], dtype=torch.int64)
+            found = len(ids)
         raise DataError(
-            Problem(where="data", what=f"{self._name} holds {len(ids)} tokens, {count} are wanted", fix=f"set quality.tokens={len(ids)}")
+            Problem(where="data", what=f"{self._name} holds {found} tokens, {count} are wanted", fix=f"set quality.tokens={found}")
         )
 
     def batches(self, loaded: Loaded, count: int, batch_size: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -98,6 +102,19 @@ class Text:
             text = clean(wikitext)
             if len(text) >= _SHORTEST_ARTICLE:
                 yield text + "\n\n"
+
+    def _growing(self, wanted: int) -> Iterator[str]:
+        """The corpus from its beginning: `wanted` characters and more, then twice as many, at last all of it.
+
+        As one text, because a tokenizer joins the end of a document with the beginning of the next.
+        """
+        text = ""
+        for document in self.documents():
+            if len(text) >= wanted:
+                yield text
+                wanted = 2 * len(text)
+            text += document
+        yield text
 
     @property
     def _name(self) -> str:
