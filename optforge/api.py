@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from optforge import artifact, config, engine
-from optforge.errors import OutOfMemory
+from optforge import artifact, config, engine, preflight
+from optforge.errors import ConfigError, OutOfMemory, OutputError, Problem
+from optforge.measure.mode import evaluating
 from optforge.models.given import GivenModel, as_example
 from optforge.progress import Progress
 from optforge.spec import Part, Report, Run
@@ -42,7 +43,8 @@ def optimize(
         tokenizer: for quality on text and the two generations, where the model is a language model.
         trained: False for random weights, on which no quality is claimed.
         overrides: as on the command line: `steps.weights.group_size=64`, `workload=decode`, `quality.tokens=8192`.
-        folder: where report.json, report.md, report.html and a saved artifact go; nothing is written without it.
+        folder: where report.json, report.md, report.html and a saved artifact go; nothing is written without it, and
+            `save=true` needs it.
 
     Returns:
         The optimized module, on the device that ran it, compiled where the recipe compiles, and the report.
@@ -52,9 +54,9 @@ def optimize(
     """
     source = GivenModel(module=model, example=as_example(example), tokenizer=tokenizer, trained=trained)
     run = _run(source, recipe, hardware, overrides)
-    target = Path(folder) if folder is not None else None
-    if target is not None:
-        target.mkdir(parents=True, exist_ok=True)
+    if run.save and folder is None:
+        raise OutputError(Problem(where="folder", what="save=true needs a folder for the artifact", fix="pass folder='...', or save=false"))
+    target = preflight.claim(Path(folder), "folder") if folder is not None else None
     outcome = engine.run(engine.plan(run), folder=target, progress=progress)
     if outcome.module is None:
         raise OutOfMemory(outcome.report.reason)
@@ -71,7 +73,8 @@ def apply(
 ) -> dict[str, Receipt]:
     """Rewrites `model` in place as the recipe says, without measuring anything. For production.
 
-    Arguments are those of `optimize`. The model should already be on the device that will run it.
+    Arguments are those of `optimize`. The model should already be on the device that will run it. It is rewritten in eval
+    mode and left in the mode that it was in. Nothing is timed, so `keep: if_faster` keeps its step.
 
     Returns:
         Each step's receipt by the step's name.
@@ -85,7 +88,8 @@ def apply(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     workload = run.workload.source
     receipts: dict[str, Receipt] = {}
-    with torch.no_grad():
+    known = set(model.modules())
+    with evaluating(model):
         for planned in plan.steps:
             ctx = Context(
                 step=planned.name,
@@ -98,6 +102,9 @@ def apply(
                 example=workload.example(source.live(), device),
             )
             receipts[planned.name] = planned.step.transform.apply(model, ctx)
+    for module in model.modules():
+        if module not in known:
+            module.training = model.training
     return receipts
 
 
@@ -116,7 +123,7 @@ def load(run_dir: str | Path, *, model: nn.Module | None = None, compile: bool =
         TrustError: it names a callable and `trust` is False.
     """
     if model is not None:
-        return artifact.load_into(model, Path(run_dir))
+        return artifact.load_into(model, Path(run_dir), compile=compile)
     return artifact.load(Path(run_dir), compile=compile, trust=trust)
 
 
@@ -128,6 +135,11 @@ def _run(source: GivenModel, recipe: str | Path, hardware: str, overrides: Seque
         else {"workload": "forward", "data": "inputs"}
     )
     chosen = {entry.split("=", 1)[0] for entry in overrides}
+    for key in sorted(
+        {entry.split(".", 1)[0] for entry in chosen if entry.startswith("model.")} | chosen & {"model", "recipe", "hardware"}
+    ):
+        what = f"{key} is an argument of this call, and cannot be overridden"
+        raise ConfigError(Problem(where="overrides", what=what, fix=f"pass {key}=... itself"))
     argv = [
         f"recipe={recipe}",
         f"hardware={hardware}",
@@ -137,5 +149,5 @@ def _run(source: GivenModel, recipe: str | Path, hardware: str, overrides: Seque
     run = config.compose(config.parse(argv, cwd=Path.cwd()), cwd=Path.cwd())
     kind = type(source.module)
     part = Part(name=kind.__name__, kind="given", options={}, source=source)
-    resolved = {**run.resolved, "model": {"name": "given", "class": f"{kind.__module__}.{kind.__qualname__}"}}
+    resolved = {**run.resolved, "model": {"name": artifact.GIVEN, "class": f"{kind.__module__}.{kind.__qualname__}"}}
     return replace(run, model=part, resolved=resolved, command="optforge.optimize")

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from optforge import artifact, verdicts
-from optforge.measure import memory, quality
+from optforge import artifact, preflight, verdicts
+from optforge.errors import OutputError, Problem
+from optforge.measure import compiles, memory, quality
 from optforge.measure.size import weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan.make import Plan, PlannedStep
@@ -32,9 +33,10 @@ class Execution:
     """The state of one run: the report as known so far, the row that grows, and what it is compared with."""
 
     def __init__(self, plan: Plan, folder: Path | None, progress: Progress) -> None:
-        self.plan, self.folder, self.progress = plan, folder, progress
+        # a copy of the steps, since `keep: if_faster` may drop the compile step and the caller's plan stays as it is
+        self.plan, self.folder, self.progress = replace(plan, steps=list(plan.steps)), folder, progress
         self.spec, self.backend = plan.run, plan.backend
-        self.record = Record(plan, folder)
+        self.record = Record(self.plan, folder)
         self.report = self.record.report
         self.applied: list[Applied] = []
 
@@ -47,6 +49,8 @@ class Execution:
     # --- the rows ------------------------------------------------------------------------------------------------
 
     def _measured(self) -> nn.Module:
+        if self.spec.save:
+            preflight.space(self._saves_to(), artifact.room(self.plan.final_weight_bytes))
         loaded = self._load()
         self._baselines(loaded)
         module = self._grow() if self.fits and self.options.attribution != "ends" else self._all_at_once()
@@ -60,13 +64,15 @@ class Execution:
             loaded: Loaded = self.spec.model.source.load(self.spec.seed)
             self.report.model = {**self.report.model, "digest": loaded.digest, "weights": loaded.weights, "notes": list(loaded.notes)}
         with self.progress.stage(f"place on {self.plan.device.name}"):
+            if self.spec.save:
+                artifact.require_storable(loaded.module)
             baseline = self._placed(loaded.module.eval())
         device = self.backend.torch_device()
         workload = self.spec.workload.source
         work = workload.prepare(loaded, self.spec.data.source, device, self.spec.seed)
         self.options = self._budgeted()
         example = workload.example(loaded, device if self.fits else torch.device("cpu"))
-        self.rows = Rows(self.plan, baseline, work, example, self.options)
+        self.rows = Rows(self.plan, baseline, work, example, self.options, on_device=self.fits)
         self.report.workload = {**self.report.workload, "unit": work.unit, "units": work.units}
         return loaded
 
@@ -96,7 +102,7 @@ class Execution:
             return options
         rows = 1 + len(self.plan.steps) if options.attribution != "ends" else 3
         if options.attribution == "leave_one_out":
-            rows += len(self.plan.rewrites)
+            rows += 2 * len(self.plan.steps)  # each absence is a row of its own, and the whole recipe is timed against it
         return replace(options, max_s=min(options.max_s, options.budget_s / rows))
 
     def _baselines(self, loaded: Loaded) -> None:
@@ -133,10 +139,10 @@ class Execution:
         rows = self.rows
         with self.progress.stage("baseline, compiled"):
             compiled, _ = rows.fresh()
-            eager_output = rows.work.run(compiled)
+            eager_output = rows.output(compiled)
             applied = rows.compile(compiled)
             measured = rows.measure(compiled, rows.baseline, "compiled baseline")
-            self._check_compiled("baseline", compiled, eager_output)
+            self._check_compiled("compiled baseline", compiled, measured, eager_output)
         ratio = verdicts.goal_ratio(self.goal, measured, self._baseline)
         step = self._step_report(planned, applied)
         step.measured, step.vs_baseline, step.vs_previous = measured, ratio, ratio
@@ -144,7 +150,7 @@ class Execution:
         step.reason = verdicts.sentence(step.verdict, ratio, "the model as loaded", self.goal, None)
         self.report.steps.append(step)
         if planned.step.keep == "if_faster" and step.verdict != "ok":
-            step.kept = False
+            self._dropped(step)
             self.plan.steps.remove(planned)
             return
         self.report.compiled_baseline = measured
@@ -186,22 +192,24 @@ class Execution:
 
     def _timed(self, module: nn.Module, name: str) -> Measurement:
         """Compiles a row's tree as the recipe asks and times it against the reference."""
-        eager_output = self.rows.work.run(module)
-        compiled = self.rows.compile(module)
+        if self.plan.compile is None:
+            return self.rows.measure(module, self.reference, name)
+        eager_output = self.rows.output(module)
+        self.rows.compile(module)
         measured = self.rows.measure(module, self.reference, name)
-        if compiled is not None:
-            self._check_compiled(name, module, eager_output)
-        if measured.recompile_limit_hit:
-            self.report.warnings.append(f"step {name}: the recompile limit was hit, later calls ran uncompiled")
+        self._check_compiled(name, module, measured, eager_output)
         return measured
 
     def _drop(self, step: StepReport) -> nn.Module:
         """Builds the row afresh without a step that gained nothing."""
-        step.kept = False
-        self.report.warnings.append(f"step {step.name} was dropped (keep: if_faster): {step.reason}")
+        self._dropped(step)
         kept = [applied.planned for applied in self.applied[:-1]]
         module, self.applied = self.rows.fresh(kept)
         return module
+
+    def _dropped(self, step: StepReport) -> None:
+        step.kept = False
+        self.report.warnings.append(f"step {step.name} was dropped (keep: if_faster): {step.reason}")
 
     def _all_at_once(self) -> nn.Module:
         """`attribution: ends`, or a baseline that does not fit: every step, one row."""
@@ -209,7 +217,8 @@ class Execution:
         with self.progress.stage("all steps"):
             module, self.applied = self.rows.fresh(self.plan.rewrites)
             verify(module, self.applied)
-            module = self.backend.place(module)
+            if not self.fits:
+                module = self.rows.place(module)
             for applied in self.applied:
                 step = self._step_report(applied.planned, applied)
                 step.verdict, step.reason = None, f"not measured alone ({why})"
@@ -226,10 +235,11 @@ class Execution:
     def _leave_one_out(self, module: nn.Module) -> None:
         """How much better the whole recipe is with each step than without it."""
         kept = [applied.planned for applied in self.applied]
-        for planned in kept:
+        for planned in kept if self.plan.compile is None else [*kept, self.plan.compile]:
             with self.progress.stage(f"without {planned.name}"):
                 without, _ = self.rows.fresh([other for other in kept if other is not planned])
-                self.rows.compile(without)
+                if planned is not self.plan.compile:
+                    self.rows.compile(without)
                 alone = self.rows.measure(without, None, f"without {planned.name}")
                 measured = self.rows.measure(module, without, "all steps")
             step = next(step for step in self.report.steps if step.name == planned.name)
@@ -252,7 +262,10 @@ class Execution:
         self.progress.note(f"quality of {name}")
         return self.quality.evaluate(module)
 
-    def _check_compiled(self, name: str, module: nn.Module, eager_output: Any) -> None:
+    def _check_compiled(self, name: str, module: nn.Module, measured: Measurement, eager_output: Any) -> None:
+        """Warns of a compiled row that partly runs uncompiled, or computes something else than the tree it came from."""
+        if measured.recompile_limit_hit:
+            self.report.warnings.append(f"{name}: {compiles.describe_limit(measured.sizes_seen)}")
         sqnr = self.rows.agreement(module, eager_output)
         if sqnr is not None and sqnr < LOWEST_COMPILED_SQNR_DB:
             self.report.warnings.append(f"{name}: the compiled output differs from the uncompiled one (SQNR {sqnr:.1f} dB)")
@@ -278,7 +291,8 @@ class Execution:
     def _generate(self, module: nn.Module, loaded: Loaded) -> None:
         """The same prompts continued before and after, for a reader's own judgement."""
         options = self.spec.quality
-        if not options.enabled or options.generate == 0 or loaded.tokenizer is None or loaded.weights != "trained":
+        can = self.fits and loaded.tokenizer is not None and loaded.weights == "trained"
+        if not options.enabled or options.generate == 0 or not can:
             return
         with self.progress.stage("two generations, before and after"):
             self.rows.lift(module)
@@ -295,15 +309,27 @@ class Execution:
     def _save(self, module: nn.Module) -> None:
         from optforge import config
 
-        assert self.folder is not None, "save needs a folder"
         with self.progress.stage("save"):
             receipts = [
                 {"step": a.planned.name, "use": a.planned.step.use, "options": dict(a.planned.step.options), "receipt": asdict(a.receipt)}
                 for a in self.applied
             ]
             self.report.artifact = artifact.save(
-                module, self.folder, run_yaml=config.to_yaml(self.spec), receipts=receipts, ties_before=artifact.ties(self.rows.baseline)
+                module,
+                self._saves_to(),
+                run_yaml=config.to_yaml(self.spec),
+                receipts=receipts,
+                ties_before=artifact.ties(self.rows.baseline),
+                verdict=self.report.verdict,
             )
+            self.report.warnings.extend(self.report.artifact["warnings"])
+
+    def _saves_to(self) -> Path:
+        if self.folder is None:
+            raise OutputError(
+                Problem(where="save", what="a saved model needs a folder, and none was given", fix="give folder=..., or save=false")
+            )
+        return self.folder
 
     # --- the report ----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ nothing that was done is ever undone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import nn
 
 from optforge.backends.base import Candidate
 from optforge.errors import PlanError, StepError
+from optforge.measure import compare
 from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.measure.utilization import mbu, mfu
 from optforge.plan.make import Plan, PlannedStep, nothing_changed
@@ -37,8 +39,9 @@ class Applied:
 class Rows:
     """Builds rows over one baseline on one device and measures them on one prepared workload."""
 
-    def __init__(self, plan: Plan, baseline: nn.Module, work: Work, example: Any, options: Measure) -> None:
+    def __init__(self, plan: Plan, baseline: nn.Module, work: Work, example: Any, options: Measure, *, on_device: bool) -> None:
         self.plan, self.baseline, self.work, self.example, self.options = plan, baseline, work, example, options
+        self.on_device = on_device
         self.flops = work.flops(baseline)
 
     def context(self, step: str) -> Context:
@@ -71,7 +74,7 @@ class Rows:
             receipt = planned.step.transform.apply(module, self.context(planned.name))
         if not receipt.touched:
             raise PlanError(nothing_changed(planned.step, receipt))
-        if planned.phase is not Phase.COMPILE:
+        if planned.phase is not Phase.COMPILE and self.on_device:
             self.work.ready(module)
         self.plan.backend.synchronize()
         return Applied(planned=planned, receipt=receipt, seconds=time.perf_counter() - start)
@@ -79,6 +82,12 @@ class Rows:
     def compile(self, module: nn.Module) -> Applied | None:
         """Applies the recipe's compile step, if it has one, on top of whatever the tree is now."""
         return None if self.plan.compile is None else self.apply(module, self.plan.compile)
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """A tree that was built off the device, since its baseline does not fit there, brought to it and made ready."""
+        placed: nn.Module = self.plan.backend.place(module)
+        self.work.ready(placed)
+        return placed
 
     def lift(self, module: nn.Module) -> None:
         """Takes every compile off the tree again, so that the next step sees plain modules."""
@@ -111,14 +120,24 @@ class Rows:
             mbu=mbu(self.work.bytes(module), seconds, device),
         )
 
+    def output(self, module: nn.Module) -> Any:
+        """What one call gives, off the device, so that holding it adds nothing to the memory that is measured."""
+        found = self.work.run(module)
+        return found.cpu() if isinstance(found, torch.Tensor) else found
+
     def agreement(self, module: nn.Module, eager_output: Any) -> float | None:
-        """Signal to noise in dB of the compiled tree's output against the same tree uncompiled; None for token ids."""
-        output = self.work.run(module)
+        """Signal to noise in dB of the compiled tree's output against the same tree uncompiled.
+
+        None for token ids, and where there is nothing to compare; minus infinity where only the compiled one is not finite.
+        """
+        output = self.output(module)
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return None
-        reference, found = eager_output.double(), output.double()
-        noise = (found - reference).pow(2).sum()
-        return float("inf") if noise == 0 else float(10 * torch.log10(reference.pow(2).sum() / noise))
+        signal = compare.Signal()
+        signal.add(eager_output, output)
+        if math.isfinite(signal.signal) and not math.isfinite(signal.noise):
+            return -math.inf
+        return signal.sqnr_db
 
 
 def _only_in(reference: nn.Module, module: nn.Module) -> int:

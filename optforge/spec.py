@@ -182,6 +182,8 @@ class Measurement:
     graph_breaks: int | None = None
     graph_break_reasons: list[str] = field(default_factory=list)
     recompile_limit_hit: bool = False
+    sizes_seen: dict[str, list[int]] = field(default_factory=dict)
+    """`tensor, dimension` -> the sizes that were compiled for or asked for, where a size forced a recompile."""
     peak_memory_bytes: int | None = None
     memory: dict[str, int | None] = field(default_factory=dict)
     """allocated, reserved, process: peaks in bytes, each counter reset before the measured section."""

@@ -10,8 +10,9 @@ what was tied. The old artifact stays whole until the new one is: everything is 
 it, flushed and renamed.
 """
 
+from optforge.artifact.layout import GIVEN
 from optforge.artifact.read import load, load_into
 from optforge.artifact.table import ties
-from optforge.artifact.write import save
+from optforge.artifact.write import require_storable, room, save
 
-__all__ = ["load", "load_into", "save", "ties"]
+__all__ = ["GIVEN", "load", "load_into", "require_storable", "room", "save", "ties"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from optforge import __version__, registry
-from optforge.artifact.layout import FORMAT_VERSION, NAME, PREVIOUS
+from optforge import __version__, registry, safe_yaml
+from optforge.artifact.layout import FORMAT_VERSION, GIVEN, NAME, PREVIOUS
 from optforge.artifact.table import Alias, Entry, assign
 from optforge.cache import sha256_of
 from optforge.errors import ModelError, Problem
-from optforge.spec import Json, Run
+from optforge.spec import Json
 from optforge.transforms.base import Context, Phase, Receipt, Touched, Transform
 
+STEP_KEYS = ("use", "after", "before", "keep")
+"""Keys of a step that its transform never sees."""
 SAFE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -42,39 +45,39 @@ def load(run_dir: Path | str, *, compile: bool = False, trust: bool = False, dev
     from optforge import config
 
     saved = _Saved.read(_artifact_folder(Path(run_dir)))
+    saved.require_described()
     run = config.run_from_yaml(saved.checked("run.yaml"), trust=trust)
     place = torch.device(device or "cpu")
     module = saved.fill(run.model.source.skeleton().module, place)
     if compile:
-        _compile(module, run, place)
+        _compile(module, saved, place)
     return module
 
 
-def _compile(module: nn.Module, run: Run, device: torch.device) -> None:
-    """Applies the run's compile steps for the device that the module is on."""
-    backend = registry.get("backends", "nvidia" if device.type == "cuda" else device.type)()
-    workload = run.workload.source
-    for step in run.recipe.steps:
-        if step.transform.phase is Phase.COMPILE:
-            facts = backend.detect() or run.hardware
-            ctx = Context(
-                step=step.name,
-                target=run.hardware,
-                device=facts,
-                backend=backend,
-                workload=run.workload.kind,
-                uses_cache=workload.uses_cache,
-                seed=run.seed,
-            )
-            step.transform.apply(module, ctx)
-
-
-def load_into(model: nn.Module, run_dir: Path | str, *, device: torch.device | str | None = None) -> nn.Module:
+def load_into(model: nn.Module, run_dir: Path | str, *, compile: bool = False, device: torch.device | str | None = None) -> nn.Module:
     """Like `load`, for a model that came from Python: `model` is a fresh one, before any step, possibly on meta.
 
     Changes `model` in place and returns it.
     """
-    return _Saved.read(_artifact_folder(Path(run_dir))).fill(model, torch.device(device or "cpu"))
+    saved, place = _Saved.read(_artifact_folder(Path(run_dir))), torch.device(device or "cpu")
+    module = saved.fill(model, place)
+    if compile:
+        _compile(module, saved, place)
+    return module
+
+
+def _compile(module: nn.Module, saved: _Saved, device: torch.device) -> None:
+    """Applies the run's compile step, if its recipe has one, for the device that the module is on."""
+    backend = registry.get("backends", "nvidia" if device.type == "cuda" else device.type)()
+    facts = backend.detect()
+    tree = saved.run()
+    workload = registry.get("workloads", tree["workload"]["kind"])
+    for name, values in tree["recipe"]["steps"].items():
+        options = {key: value for key, value in values.items() if key not in STEP_KEYS}
+        transform = _Step(step=name, use=values["use"], options=options, receipt=Receipt()).transform()
+        if transform.phase is Phase.COMPILE:
+            ctx = Context(step=name, target=facts, device=facts, backend=backend, workload=workload.kind, uses_cache=workload.uses_cache)
+            transform.apply(module, ctx)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,7 @@ class _Saved:
 
     folder: Path
     files: Mapping[str, Mapping[str, Any]]
+    verdict: str | None
     tensors: Mapping[str, Entry]
     file_of: Mapping[str, str]
     aliases: Mapping[str, Alias]
@@ -144,13 +148,47 @@ class _Saved:
         if lost:
             raise ValueError(f"aliases of tensors that are not there: {', '.join(lost)}")
         steps = [_Step(step=s["step"], use=s["use"], options=s["options"], receipt=_receipt(s["receipt"])) for s in manifest["receipts"]]
-        return cls(folder=folder, files=dict(manifest["files"]), tensors=entries, file_of=file_of, aliases=aliases, steps=steps)
+        return cls(
+            folder=folder,
+            files=dict(manifest["files"]),
+            verdict=manifest.get("verdict"),
+            tensors=entries,
+            file_of=file_of,
+            aliases=aliases,
+            steps=steps,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """The resolved run as plain data: nothing in it is built or imported."""
+        tree: dict[str, Any] = safe_yaml.read(self.checked("run.yaml"))
+        return tree
+
+    def require_described(self) -> None:
+        """Refuses an artifact whose model no file describes: that of `optforge.optimize(model, ...)`.
+
+        Raises:
+            ModelError: says the class of the module to give.
+        """
+        described = self.run().get("model") or {}
+        if described.get("kind") is None and described.get("name") == GIVEN:
+            what = f"was made from a module of a Python program ({described.get('class')}), which no file describes"
+            fix = "give a fresh module of that class: optforge.load(folder, model=module)"
+            raise ModelError(Problem(where=str(self.folder), what=what, fix=fix))
 
     def fill(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Replays the steps on `model` and gives it the stored tensors, on `device`."""
+        if self.verdict == "failed_quality":
+            warnings.warn(f"{self.folder}: the run that saved this model missed its limits of quality (failed_quality)", stacklevel=4)
         values = self._values(device)
         for step in self.steps:
-            step.transform().replay(model, step.receipt)
+            transform = step.transform()
+            try:
+                transform.replay(model, step.receipt)
+            except AttributeError as error:
+                what = f"step {step.step} does not fit the {type(model).__name__} that was given ({error})"
+                raise ModelError(
+                    Problem(where=str(self.folder), what=what, fix="give a fresh module of the class that was optimized")
+                ) from error
         try:
             assign(model, self.tensors, self.aliases, values)
         except ModelError as error:

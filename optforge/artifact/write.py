@@ -36,11 +36,13 @@ def save(
     receipts: Sequence[Mapping[str, Json]],
     progress: Progress | None = None,
     ties_before: Mapping[str, str] | None = None,
+    verdict: str | None = None,
 ) -> dict[str, Json]:
     """Writes `folder/artifact`, replacing an older one whole or not at all.
 
     `receipts` are `{step, use, options, receipt}` in the order applied; `ties_before` are the ties of the model as
-    loaded (`statetable.ties`), to say which of them a step broke.
+    loaded (`table.ties`), to say which of them a step broke. `verdict` is the run's: it marks an artifact whose quality
+    was not held, which `load` then says.
 
     Returns what the report keeps: path, bytes, bytes_before, files, tensors, aliases, warnings.
 
@@ -49,7 +51,8 @@ def save(
         OutputError: the folder cannot be written or its volume is full; nothing partial is left.
     """
     stored = table(model)
-    needed = stored.nbytes + len(run_yaml) + RESERVE_BYTES
+    facts = {"verdict": verdict, "receipts": [dict(receipt) for receipt in receipts]}
+    needed = room(stored.nbytes) + len(run_yaml)
     target, temporary = folder / NAME, folder / f".{NAME}{atomic.TEMPORARY}{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ def save(
         if atomic.free_bytes(folder) < needed:
             raise atomic.cannot_write(target, needed, OSError("no space left on the volume"))
         temporary.mkdir()
-        manifest = _write(temporary, stored, run_yaml, receipts, progress or SilentProgress())
+        manifest = _write(temporary, stored, run_yaml, facts, progress or SilentProgress())
         _replace(temporary, target)
     except (OSError, SafetensorError) as error:
         raise atomic.cannot_write(target, needed, error) from error
@@ -67,8 +70,22 @@ def save(
     return _summary(target, stored, manifest, receipts, ties_before)
 
 
-def _write(folder: Path, stored: Table, run_yaml: str, receipts: Sequence[Mapping[str, Json]], progress: Progress) -> dict[str, Json]:
-    """Writes and flushes every file of an artifact into `folder`; returns its manifest."""
+def room(weight_bytes: int) -> int:
+    """Bytes that must be free for an artifact of so many bytes of weights."""
+    return weight_bytes + RESERVE_BYTES
+
+
+def require_storable(model: nn.Module) -> None:
+    """Finds out before the first step what `save` would refuse after the last.
+
+    Raises:
+        ModelError: as `save`.
+    """
+    table(model)
+
+
+def _write(folder: Path, stored: Table, run_yaml: str, facts: Mapping[str, Json], progress: Progress) -> dict[str, Json]:
+    """Writes and flushes every file of an artifact into `folder`; returns its manifest, which holds `facts` too."""
     tensors = {name: dataclasses.asdict(entry) for name, entry in stored.entries.items()}
     shards = list(_shards(stored.tensors))
     with progress.stage("saving the artifact", total=len(shards)):
@@ -85,7 +102,7 @@ def _write(folder: Path, stored: Table, run_yaml: str, receipts: Sequence[Mappin
         "torch": torch.__version__,
         "files": {path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())},
         "aliases": {name: dataclasses.asdict(alias) for name, alias in stored.aliases.items()},
-        "receipts": [dict(receipt) for receipt in receipts],
+        **facts,
         "tensors": tensors,
     }
     (folder / "artifact.json").write_text(json.dumps(manifest, indent=1, allow_nan=False), encoding="utf-8")

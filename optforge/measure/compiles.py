@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,9 +39,14 @@ class Compiles:
     """Wall time of the calls that compiled; None when none did."""
 
     def describe_limit(self) -> str:
-        """The warning for a limit that was hit, with the sizes seen."""
-        seen = "; ".join(f"{where}: {', '.join(map(str, sizes))}" for where, sizes in self.sizes.items())
-        return f"the recompile limit was hit and later calls ran uncompiled (sizes seen: {seen or 'none recorded'})"
+        """See the function of this name."""
+        return describe_limit(self.sizes)
+
+
+def describe_limit(sizes: Mapping[str, Sequence[int]]) -> str:
+    """The warning for a limit that was hit, with the sizes seen."""
+    seen = "; ".join(f"{where}: {', '.join(map(str, found))}" for where, found in sizes.items())
+    return f"the recompile limit was hit and later calls ran uncompiled (sizes seen: {seen or 'none recorded'})"
 
 
 @contextmanager

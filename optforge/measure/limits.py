@@ -47,7 +47,7 @@ def missed(result: QualityResult, limits: Mapping[str, float]) -> list[str]:
         value = getattr(result, limit.field)
         if value is None:
             if name in limits:
-                found.append(f"{limit.words} could not be measured here, and {name} is set")
+                found.append(f"{limit.words} could not be measured here, and {name} is set (recipe.limits.{name}=null drops it)")
         elif (value < bound) if limit.least else (value > bound):
             side = "under" if limit.least else "over"
             found.append(f"{limit.words} {format(value, limit.form)} is {side} {name} {format(bound, limit.form.lstrip('+'))}")

@@ -57,7 +57,8 @@ class GivenModel:
             yield from error.problems
 
     def skeleton(self) -> Loaded:
-        return self._loaded(on_meta(self.module), None)
+        """The structure in eval mode, as a run measures it."""
+        return self._loaded(on_meta(self.module).eval(), None)
 
     def live(self) -> Loaded:
         """The caller's own module, to be rewritten in place."""

@@ -72,6 +72,11 @@ class Plan:
     def compile(self) -> PlannedStep | None:
         return next((step for step in self.steps if step.phase is Phase.COMPILE), None)
 
+    @property
+    def final_weight_bytes(self) -> int:
+        """Bytes of the weights after the last step."""
+        return self.steps[-1].weight_bytes if self.steps else self.weight_bytes
+
     def describe(self) -> dict[str, Json]:
         """The plan as plain data, for reports and the terminal."""
         return {
@@ -158,13 +163,16 @@ class _Planner:
         if self.problems:
             raise PlanError(*self.problems)
         self.load = roofline.load_of(workload, loaded.family)
-        self.example = example = workload.example(loaded, torch.device("meta"))
+        self.example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
         baseline = self._predict(loaded.module)
         steps = self._missing_compiler([self._lowered(step, loaded.module) for step in ordered.steps])
+        self.problems.extend(problem for step, _ in steps for problem in step.transform.check(self._context(step)))
+        if self.problems:
+            raise PlanError(*self.problems)
         planned = []
         for step, requested in steps:
-            result = self._apply(step, requested, ordered.moved.get(step.name), loaded.module, example)
+            result = self._apply(step, requested, ordered.moved.get(step.name), loaded.module)
             if result is None:
                 break
             planned.append(result)
@@ -208,21 +216,19 @@ class _Planner:
         self.problems.extend(missing)
         return steps
 
-    def _apply(self, step: Step, requested: str, moved: str | None, module: nn.Module, example: Any) -> PlannedStep | None:
-        ctx = Context(
+    def _context(self, step: Step) -> Context:
+        return Context(
             step=step.name,
             target=self.target,
             device=self.device,
             workload=self.run.workload.kind,
             uses_cache=self.run.workload.source.uses_cache,
             seed=self.run.seed,
-            example=example,
+            example=self.example,
         )
-        found = list(step.transform.check(ctx))
-        if found:
-            self.problems.extend(found)
-            return None
-        receipt = _collect(self.problems, lambda: step.transform.apply(module, ctx))
+
+    def _apply(self, step: Step, requested: str, moved: str | None, module: nn.Module) -> PlannedStep | None:
+        receipt = _collect(self.problems, lambda: step.transform.apply(module, self._context(step)))
         if receipt is None:
             return None
         if not receipt.touched:
