@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,21 +114,32 @@ def _load(path: Path, cwd: Path, shipped: Path, chain: tuple[Path, ...]) -> Reci
     base = None
     if data.get("extends"):
         parent = data["extends"]
-        base = _load(find(parent, cwd=path.parent if is_path(parent) else cwd, shipped=shipped), cwd, shipped, (*chain, path))
+        base = _load(_parent(parent, path, cwd, shipped), cwd, shipped, (*chain, path))
     return _extended(data, base, path)
+
+
+def _parent(name: str, path: Path, cwd: Path, shipped: Path) -> Path:
+    """The file that `path` extends; a path there is relative to the folder of the file that names it."""
+    try:
+        return find(name, cwd=path.parent if is_path(name) else cwd, shipped=shipped)
+    except ConfigError as error:
+        problems = (replace(problem, where=f"{path}: extends: {name}") for problem in error.problems)
+        raise ConfigError(*problems) from error
 
 
 def check(data: Json, where: str) -> None:
     """Holds the content of a recipe file against the schema.
 
     Raises:
-        ConfigError: a version mismatch first and alone, then what is Hydra's, else every problem.
+        ConfigError: a version mismatch or a saved run first and alone, then what is Hydra's, else every problem.
     """
     if not isinstance(data, dict):
         raise ConfigError(
             Problem(where=where, what="is not a recipe", fix="a recipe is a mapping with the keys name, description, goal, steps, limits")
         )
     check_version(data, where)
+    if isinstance(data.get("recipe"), dict) and "steps" not in data:
+        raise ConfigError(Problem(where=where, what="is a whole run, not a recipe", fix=f"type --config {where}"))
     problems = _foreign(data, where) or [*_top(data, where), *_steps(data.get("steps"), where), *_limits(data.get("limits"), where)]
     if problems:
         raise ConfigError(*problems)

@@ -284,3 +284,42 @@ def test_a_sweeper_that_searches_is_checked_at_one_point_of_each_choice(start: P
     ((job, varied),) = _jobs(arguments.overrides)
     assert set(varied) == {"++seed=1", "++quality.tokens=64"}
     assert "hydra/sweeper=optuna" in job
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"set_": ["weights"]}, "--set weights: is not of the form STEP.KEY=VALUE; type --set weights.group_size=64"),
+        ({"set_": ["=3"]}, "--set =3: is not of the form STEP.KEY=VALUE; type --set weights.group_size=64"),
+        ({"drop": ["compile.mode"]}, "--drop compile.mode: is not the name of a step; type --drop compile"),
+        ({"add": ["=prune/wanda"]}, "--add =prune/wanda: is not of the form STEP=KIND/OPTION; type --add prune=prune/wanda"),
+    ],
+)
+def test_the_plain_options_name_themselves_when_they_are_wrong(options: dict[str, list[str]], told: str, start: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse([RECIPE], cwd=start, **options)
+    assert str(caught.value) == told
+
+
+def test_the_plain_options_take_the_prefix_that_overrides_have(start: Path) -> None:
+    bare = config.parse([RECIPE], cwd=start, set_=["fuse.ignore=[a]"], drop=["compile"], add=["cast=precision/fp16"])
+    typed = config.parse([RECIPE], cwd=start, set_=["steps.fuse.ignore=[a]"], drop=["steps.compile"], add=["steps.cast=precision/fp16"])
+    assert typed == bare
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("recipe", "type recipe=NAME"),
+        ("llama_int8", "type recipe=llama_int8"),
+        ("a100", "type hardware=a100"),
+        ("~steps.compile=compile/inductor", "type '~steps.compile'"),
+        ("steps.p={'use': 'precision/fp16', \"before\": compile}", "type 'steps.p={use: '\"'\"'precision/fp16'\"'\"', before: compile}'"),
+        ("steps.fuse.ignore=[re:(]", "type 'steps.fuse.ignore=[\"re:(\"]'"),
+        ("steps.fuse.ignore=[re:(a|b), c]", 'type \'steps.fuse.ignore=["re:(a|b)","c"]\''),
+    ],
+)
+def test_what_is_offered_instead_is_a_value_of_the_kind_that_was_meant(override: str, fix: str, start: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse([RECIPE, override], cwd=start)
+    assert caught.value.problems[0].fix == fix

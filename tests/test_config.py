@@ -456,3 +456,20 @@ def test_reading_a_configuration_loads_no_torch(start: Path) -> None:
         "sys.exit(int('torch' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=start, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("steps.weights.ignore={a: 1}", "steps.weights.ignore: must be a list, got a mapping"),
+        ("steps=[]", "steps: must be a mapping, got a list"),
+        ("steps.fuse.ignore=[[a]]", "steps.fuse.ignore: an item must be text, got a list ['a']; write the whole list: "),
+        ("~steps.compile.mode", "~steps.compile.mode: there is no such value to drop; see optforge show; type steps.compile.mode=VALUE"),
+        ("steps.compile.after=fuze", "steps.compile.after: is to run after 'fuze', which is no step of this recipe; did you mean fuse?"),
+        ("steps.compile.before=compile", "steps.compile.before: is to run before 'compile', which is itself; "),
+    ],
+)
+def test_a_wrong_shape_or_place_is_told_where_it_was_typed(override: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.compose(config.parse(["recipe=llama_int8", override], cwd=tmp_path), cwd=tmp_path)
+    assert str(caught.value).startswith(told)

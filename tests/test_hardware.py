@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from optforge import config
+from optforge.errors import ConfigError
 from optforge.plan.devices import DEVICE_NAMES
 from optforge.spec import Hardware
 
@@ -178,3 +179,18 @@ def test_backend_follows_from_the_arch() -> None:
     prefixes = {"nvidia": "sm_", "amd": "gfx", "xla": ("v", "tpu")}
     for profile in PUBLISHED.values():
         assert profile.arch.startswith(prefixes[profile.backend])
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("hardware.backend=nvida", "hardware.backend: unknown backend 'nvida'; did you mean nvidia?"),
+        ("hardware.peak_flops={fp9: 1e12}", "hardware.peak_flops.fp9: unknown dtype 'fp9'; did you mean fp"),
+        ("hardware.peak_flops={fp8: -1}", "hardware.peak_flops.fp8: must be above 0, got -1"),
+        ("hardware.memory_bytes=0", "hardware.memory_bytes: must be above 0, got 0"),
+    ],
+)
+def test_a_profile_that_no_device_can_have_is_refused(override: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.compose(config.parse(["recipe=baseline", "hardware=cpu", override], cwd=tmp_path), cwd=tmp_path)
+    assert str(caught.value).startswith(told)

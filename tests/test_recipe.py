@@ -262,3 +262,20 @@ def test_what_is_dumped_reads_back_the_same() -> None:
         "empty": [{}, []],
     }
     assert safe_yaml.loads(safe_yaml.dumps(data, ["comment"]), "x") == data
+
+
+def test_a_saved_run_in_the_place_of_a_recipe_is_one_line_with_the_option_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    run = config.compose(config.parse(["recipe=baseline"], cwd=tmp_path), cwd=tmp_path)
+    file.write_text(config.to_yaml(run))
+    with pytest.raises(ConfigError) as caught:
+        config.recipe(file)
+    assert str(caught.value) == f"{file}: is a whole run, not a recipe; type --config {file}"
+
+
+def test_a_wrong_extends_names_the_file_that_says_it(tmp_path: Path) -> None:
+    file = tmp_path / "child.yaml"
+    file.write_text("extends: lama_int8\n")
+    with pytest.raises(ConfigError) as caught:
+        config.recipe(file)
+    assert str(caught.value).startswith(f"{file}: extends: lama_int8: unknown recipe 'lama_int8'; did you mean llama_int8")

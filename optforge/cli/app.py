@@ -8,37 +8,24 @@ from __future__ import annotations
 
 import shlex
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from optforge.cli.completion import complete_override
-from optforge.cli.failures import guard
+from optforge.cli.completion import NOUNS, complete_noun, complete_override
+from optforge.cli.failures import guard, tell
+from optforge.errors import EXIT_USER, ConfigError, Problem
 
 app = typer.Typer(
     name="optforge",
     help="Make a PyTorch model faster or smaller from a recipe, and prove by measurement that it is.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 PASS_THROUGH = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 """Options that Typer does not know (`-m`, `--cfg job`) stay in their place among the overrides."""
-
-
-class Noun(StrEnum):
-    """What can be listed."""
-
-    recipes = "recipes"
-    transforms = "transforms"
-    hardware = "hardware"
-    models = "models"
-    workloads = "workloads"
-    backends = "backends"
-    data = "data"
 
 
 # Optional[...], because Typer reads these annotations at run time and the style of `X | None` makes no difference to it
@@ -55,14 +42,30 @@ Config = Annotated[Optional[Path], typer.Option("--config", metavar="FILE", help
 Set = Annotated[Optional[list[str]], typer.Option("--set", metavar="STEP.KEY=VALUE", help="Change a step; needs no quotes.")]  # noqa: UP045
 Drop = Annotated[Optional[list[str]], typer.Option("--drop", metavar="STEP", help="Leave a step out.")]  # noqa: UP045
 Add = Annotated[Optional[list[str]], typer.Option("--add", metavar="STEP=KIND/OPTION", help="Add a step.")]  # noqa: UP045
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the log while the command works.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", metavar="", help="Show tracebacks.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", metavar="", help="Show the log while the command works.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
 
 
-@app.callback()
-def _root() -> None:
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from optforge import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[  # read by its callback
+        bool, typer.Option("--version", metavar="", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """A callback keeps `run` a sub-command however many commands there are."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USER)
 
 
 @app.command("run", context_settings=PASS_THROUGH)
@@ -104,7 +107,7 @@ def show(
     set_: Set = None,
     drop: Drop = None,
     add: Add = None,
-    origins: Annotated[bool, typer.Option("--origins", help="Say where each value came from.")] = False,
+    origins: Annotated[bool, typer.Option("--origins", metavar="", help="Say where each value came from.")] = False,
     debug: Debug = False,
 ) -> None:
     """Print the whole resolved run as YAML, for `optforge run --config`."""
@@ -118,13 +121,15 @@ def show(
 
 @app.command("list")
 def list_(
-    what: Annotated[Noun, typer.Argument(help="What to list.", show_default=False)], as_json: AsJson = False, debug: Debug = False
+    what: Annotated[str, typer.Argument(metavar="NOUN", help=", ".join(NOUNS), autocompletion=complete_noun, show_default=False)] = "",
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """List what can be named in a run, each with one line."""
     with guard(debug=debug):
         from optforge.cli.listing import list_command
 
-        list_command(what.value, as_json=as_json)
+        list_command(what, as_json=as_json)
 
 
 @app.command("doctor")
@@ -150,5 +155,11 @@ def _typed() -> str:
 
 
 def main() -> None:
-    """The console script."""
-    app(prog_name="optforge")
+    """The console script. What Typer refuses is told like every other mistake, not in a box of its own."""
+    try:
+        code = app(prog_name="optforge", standalone_mode=False)
+    except typer.TyperException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "optforge")
+        problem = Problem(where=command, what=error.format_message().rstrip("."), fix=f"see {command} --help")
+        code = tell(ConfigError(problem), debug="--debug" in sys.argv)
+    sys.exit(code)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+NOUNS = ("recipes", "transforms", "hardware", "models", "workloads", "backends", "data")
+"""What `optforge list` can list."""
 GROUPS = ("recipe", "hardware", "model", "workload", "data")
 
 
@@ -24,6 +26,11 @@ def complete_override(ctx: typer.Context, args: list[str], incomplete: str) -> l
     if not found:
         return [(f"{name}=", f"choose the {name}") for name in GROUPS]
     return [(f"{group}={value}", text) for value, text in _values(group, typed)]
+
+
+def complete_noun(incomplete: str) -> list[str]:
+    """What can stand after `optforge list`."""
+    return [noun for noun in NOUNS if noun.startswith(incomplete)]
 
 
 def _values(group: str, typed: str) -> list[tuple[str, str]]:

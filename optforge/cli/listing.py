@@ -10,6 +10,8 @@ from pathlib import Path
 
 from optforge import config, registry
 from optforge.cli import tables
+from optforge.cli.completion import NOUNS
+from optforge.errors import ConfigError, Problem, near
 
 GROUPS = {
     "recipes": "recipe",
@@ -32,7 +34,14 @@ class Row:
 
 
 def list_command(what: str, *, as_json: bool) -> None:
-    """Prints the names of one noun (`recipes`, `backends`, ...)."""
+    """Prints the names of one noun (`recipes`, `backends`, ...).
+
+    Raises:
+        ConfigError: there is no such noun.
+    """
+    if what not in NOUNS:
+        said = f"cannot list {what!r}" if what else "needs to know what to list"
+        raise ConfigError(Problem(where="optforge list", what=said, fix=near(what, NOUNS) or f"type one of {', '.join(NOUNS)}"))
     rows = _backends() if what == "backends" else _options(GROUPS[what])
     if as_json:
         print(json.dumps([vars(row) for row in rows], indent=2))

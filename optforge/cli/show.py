@@ -7,12 +7,23 @@ from pathlib import Path
 from optforge import config
 from optforge.cli import tables
 from optforge.cli.run import Request
+from optforge.errors import ConfigError, Problem
 
 
 def show_command(request: Request, *, origins: bool) -> None:
-    """Prints pure YAML on stdout; with `origins`, a table of key, value and source."""
+    """Prints pure YAML on stdout; with `origins`, a table of key, value and source.
+
+    Raises:
+        ConfigError: a key or value is wrong, or a flag of Hydra's asks for something that only `run` does.
+    """
     cwd = Path.cwd()
-    run = config.compose(request.parse(cwd), cwd=cwd)
+    arguments = request.parse(cwd)
+    if arguments.hydra:
+        problem = Problem(
+            where=arguments.hydra[0], what="does not go with show, which prints one run", fix="leave it out, or use optforge run"
+        )
+        raise ConfigError(problem)
+    run = config.compose(arguments, cwd=cwd)
     if origins:
         values = dict(_leaves(run.resolved))
         tables.show([(key, str(values.get(key, "")), source) for key, source in sorted(run.origins.items())])

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
         TrustError: a run file names code and `trust=true` is not among the overrides.
     """
     arguments, texts = flags.split(argv, cwd)
-    texts += [f"steps.{text}" for text in set_] + [f"~steps.{text}" for text in drop] + [_added(text) for text in add]
+    texts += [_set(text) for text in set_] + [_dropped(text) for text in drop] + [_added(text) for text in add]
     problems: list[Problem] = []
     seen: dict[str, str] = {}
     rewritten: list[str] = []
@@ -77,10 +77,26 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
     return replace(arguments, overrides=tuple(rewritten))
 
 
+def _set(text: str) -> str:
+    """`--set weights.group_size=64` as an override; `steps.` may stand before it."""
+    bare = text.removeprefix("steps.")
+    if not re.match(r"[^=.]+\.[^=]+=", bare):
+        raise _refused(f"--set {text}", "is not of the form STEP.KEY=VALUE", "type --set weights.group_size=64")
+    return f"steps.{bare}"
+
+
+def _dropped(text: str) -> str:
+    """`--drop compile` as an override."""
+    bare = text.removeprefix("steps.")
+    if not recipes.STEP_NAME.fullmatch(bare):
+        raise _refused(f"--drop {text}", "is not the name of a step", "type --drop compile")
+    return f"~steps.{bare}"
+
+
 def _added(text: str) -> str:
     """`--add prune=prune/wanda` as an override; a whole step may stand there too."""
-    name, equals, value = text.partition("=")
-    if not equals or not value:
+    name, equals, value = text.removeprefix("steps.").partition("=")
+    if not equals or not value or not recipes.STEP_NAME.fullmatch(name):
         raise _refused(f"--add {text}", "is not of the form STEP=KIND/OPTION", "type --add prune=prune/wanda")
     return f"steps.{name}={value}" if value.startswith("{") else f"steps.{name}.use={value}"
 
@@ -138,8 +154,10 @@ class _Rewriter:
         if key.startswith(("hydra.", "hydra/")) or key == "hydra":
             self._parsed(text)
             return key, text
+        if sign == "~" and value is not None:
+            raise _refused(text, "what is dropped takes no value", f"type {shlex.quote(text.partition('=')[0])}")
         if sign == "~":
-            return key, f"~{key}{value or ''}"
+            return key, f"~{key}"
         if key in build.SECTIONS and not str(value).startswith("={"):
             return key, self._choice(key, text, str(value)[1:])
         parsed = self._parsed(f"{key}{value}", shown=text)
@@ -154,7 +172,7 @@ class _Rewriter:
         if "@" in key or (":" in key and not key.startswith("hydra")):
             raise _refused(text, "packages have no use here", "type <group>=<option>")
         if not key or (value is None and sign != "~"):
-            raise _refused(text, "is not of the form key=value", f"type recipe={text}" if self._is_recipe(text) else "type key=value")
+            raise _refused(text.strip(), "is not of the form key=value", f"type {self._meant(text)}")
         if sign == "~" and key in build.SECTIONS:
             raise _refused(text, f"a run needs its {key}", f"type {key}=NAME")
         first = re.split(r"[./]", key)[0]
@@ -171,8 +189,12 @@ class _Rewriter:
         if re.search(r"\[|\]|\.-?[0-9]+(\.|$)", key):
             raise _refused(text, "one element of a list cannot be changed alone", "write the whole list: <key>=[a,b]")
 
-    def _is_recipe(self, text: str) -> bool:
-        return recipes.is_path(text) or text in recipes.known(self._cwd, paths.recipes_dir())
+    def _meant(self, text: str) -> str:
+        """What a word without `=` was likely meant as."""
+        if text in build.SECTIONS:
+            return f"{text}=NAME"
+        group = next((group for group in build.SECTIONS if text in self._known(group)), None)
+        return f"{group or 'recipe'}={text}" if group or (text and recipes.is_path(text)) else "key=value"
 
     @property
     def has_run_file(self) -> bool:
@@ -194,13 +216,17 @@ class _Rewriter:
         try:
             return self._parser.parse_override(override)
         except HydraException as error:
-            quoted = f"{key}={store.quoted(value)}"
-            try:
-                self._parser.parse_override(quoted.lstrip("+"))
-            except HydraException:
-                reason = str(error).splitlines()[0]
-                raise _refused(shown, f"cannot be read ({reason})", "type key=value") from error
-            raise _refused(shown, "has characters that need quotes", f"type {shlex.quote(quoted)}") from error
+            for form in _quoted_forms(value):
+                if self._readable(f"{key}={form}"):
+                    raise _refused(shown, "is not quoted as an override must be", f"type {shlex.quote(f'{key}={form}')}") from error
+            raise _refused(shown, f"cannot be read ({str(error).splitlines()[0]})", "type key=value") from error
+
+    def _readable(self, override: str) -> bool:
+        try:
+            self._parser.parse_override(override.lstrip("+"))
+        except HydraException:
+            return False
+        return True
 
     def _choice(self, group: str, text: str, value: str) -> str:
         """A group override with every option checked, and every path of a recipe under its own option name."""
@@ -246,6 +272,18 @@ def _names(parsed: Override, known: list[str]) -> Iterator[str]:
         yield from value.filter(known)
     else:
         yield str(value) if isinstance(value, str | int | float) else ""
+
+
+def _quoted_forms(value: str) -> Iterator[str]:
+    """Forms in which Hydra may be able to read `value`: a mapping without quotes around its keys, a list with each item
+    in quotes, or all of it as one text."""
+    bare = value.strip()
+    if bare.startswith("{") and bare.endswith("}"):
+        yield re.sub(r"""(['"])([\w.-]+)\1(\s*:)""", r"\2\3", bare)
+    elif bare.startswith("[") and bare.endswith("]"):
+        yield f"[{','.join(store.quoted(item.strip()) for item in bare[1:-1].split(','))}]"
+    else:
+        yield store.quoted(value)
 
 
 def _keep_text(value: str) -> str:

@@ -23,6 +23,12 @@ PATH_KEYS = ("path", "folder", "checkpoint", "weights", "tokenizer")
 ABOVE_ZERO = ("tokens", "window", "items", "min_rounds", "max_s", "budget_s", "steady")
 
 
+PEAKS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4", "int4")
+"""Product dtypes that a hardware profile may give a peak for."""
+BACKENDS_TO_COME = ("amd", "xla")
+"""Backends that shipped profiles name, and that plan and predict without an adapter."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The keys of a run that stand alone, beside its sections."""
@@ -144,9 +150,30 @@ def _hardware(node: Json, sources: Sources) -> spec.Hardware:
     if built is not None and not recipes.NAME.fullmatch(built.name):
         what = f"{built.name[:40]!r} names a folder later"
         problems.append(Problem(where=sources.where("hardware.name"), what=what, fix="use letters, digits, _ . and -"))
+    problems += _wrong_figures(built, sources) if built is not None else []
     schema.raise_all(problems)
     assert built is not None  # build returns None only with a problem
     return built
+
+
+def _wrong_figures(profile: spec.Hardware, sources: Sources) -> list[Problem]:
+    """A backend that no profile and no plug-in has, a dtype that has no peak, and figures that are not above zero."""
+    problems = []
+    backends = sorted({*registry.names("backends"), *BACKENDS_TO_COME})
+    if profile.backend not in (*backends, "auto"):
+        what, fix = f"unknown backend {profile.backend!r}", near(profile.backend, backends) or f"known: {', '.join(backends)}"
+        problems.append(Problem(where=sources.where("hardware.backend"), what=what, fix=fix))
+    for dtype in profile.peak_flops:
+        if dtype not in PEAKS:
+            what, fix = f"unknown dtype {dtype!r}", near(dtype, PEAKS) or f"known: {', '.join(PEAKS)}"
+            problems.append(Problem(where=sources.where(f"hardware.peak_flops.{dtype}"), what=what, fix=fix))
+    figures = {f"peak_flops.{dtype}": peak for dtype, peak in profile.peak_flops.items()}
+    figures |= {key: getattr(profile, key) for key in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "shared_memory_bytes")}
+    return problems + [
+        Problem(where=sources.where(f"hardware.{key}"), what=f"must be above 0, got {figure}", fix="leave out what is unknown or absent")
+        for key, figure in figures.items()
+        if figure is not None and figure <= 0
+    ]
 
 
 def hardware(name: str) -> spec.Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +29,7 @@ CONFIG_NAME = "config"
 CONFIG_PATH = str(paths.conf_dir())
 """What `hydra.main` is given; an absolute folder, so that a user's --config-dir stays free."""
 MAX_JOBS = 2000
-_SHAPES = {
-    "Cannot merge DictConfig with ListConfig": "must be a mapping, got a list",
-    "Cannot merge ListConfig with DictConfig": "must be a list, got a mapping",
-}
-"""OmegaConf's words for a value of the wrong shape, and plain ones."""
+_NOT_THERE = re.compile(r"Could not delete from config\. '(?P<key>.+)' does not exist\.")
 
 
 def compose(arguments: Arguments, *, cwd: Path, command: str = "") -> spec.Run:
@@ -120,7 +117,15 @@ def _told(error: Exception) -> Problem:
     cause = error.__cause__ if error.__cause__ is not None and str(error.__cause__).strip() else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return Problem(where=as_typed(cause.full_key), what=_SHAPES.get(lines[0], lines[0]))
+        what = lines[0]
+        if what == "Cannot merge DictConfig with ListConfig":  # said of both, whichever was there
+            what = "must be a list, got a mapping" if cause.object_type is list else "must be a mapping, got a list"
+        return Problem(where=as_typed(cause.full_key), what=what)
+    if missing := _NOT_THERE.fullmatch(lines[0]):
+        key = as_typed(missing["key"])
+        return Problem(
+            where=f"~{key}", what="there is no such value to drop", fix=f"see optforge show; type {key}=VALUE to change a default"
+        )
     return Problem(where="config", what=" ".join(lines)[:400])
 
 

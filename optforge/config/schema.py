@@ -133,7 +133,16 @@ def _sequence(value: Json, kind: Any, arguments: tuple[Any, ...], key: str) -> A
     if not isinstance(value, list | tuple):
         raise Mismatch(f"must be a list, got {_named(value)}", f"write {key}=[{'' if value is None else value}]")
     item = arguments[0] if arguments else Any
-    return kind(convert(entry, item, f"{key}.{index}") for index, entry in enumerate(value))
+    return kind(_item(entry, item, key) for entry in value)
+
+
+def _item(value: Json, annotation: Any, key: str) -> Any:
+    """One item of a list; what to write is the list, since Hydra cannot set an item alone."""
+    try:
+        return convert(value, annotation, key)
+    except Mismatch as wrong:
+        fix = wrong.fix if wrong.fix.startswith("did you mean") else f"write the whole list: {key}=[a,b]"
+        raise Mismatch(f"an item {wrong.what}", fix) from wrong
 
 
 def _mapping(value: Json, arguments: tuple[Any, ...], key: str) -> dict[str, Any]:

@@ -55,13 +55,14 @@ def recipe(node: Mapping[str, Json], sources: Sources, origins: dict[str, str]) 
     present = [entry for entry, mapping in written.items() if mapping is not None]
     problems += [
         Problem(
-            where=sources.where(f"recipe.steps.{one.name}"),
-            what=f"is to run after or before {other!r}, which is no step of this recipe",
-            fix=near(other, present),
+            where=sources.where(f"recipe.steps.{one.name}.{side}"),
+            what=f"is to run {side} {other!r}, which is " + ("itself" if other == one.name else "no step of this recipe"),
+            fix=near(other, [name for name in present if name != one.name]) or f"steps: {', '.join(present)}",
         )
         for one in steps
-        for other in (*one.after, *one.before)
-        if other not in present
+        for side, others in (("after", one.after), ("before", one.before))
+        for other in others
+        if other not in present or other == one.name
     ]
     schema.raise_all(problems)
     source = sources.recipe.source if sources.recipe else sources.base

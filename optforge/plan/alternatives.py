@@ -67,7 +67,8 @@ def alternatives(
 def refusal(step: Step, lowered: Lowered, hardware: Hardware, ranked: Sequence[Mapping[str, Json]]) -> Problem:
     """Why `downgrade: forbid` refuses `step` on `hardware`, and what to use instead, best prediction first."""
     names = [str(item["use"]).partition("/")[2] for item in ranked]
-    listed = f"alternatives: {', '.join(names)}" if names else f"use {step.kind}/{lowered.runs_as}, or downgrade=allow"
+    best = f"type steps.{step.name}.use={ranked[0]['use'] if ranked else f'{step.kind}/{lowered.runs_as}'}, or downgrade=allow"
+    listed = f"alternatives: {', '.join(names)}; {best}" if names else best
     scheme = SCHEMES.get(lowered.requested)
     needed = scheme.activation_dtype if scheme else None
     return Problem(where=f"step {step.name}", what=lacks(hardware, needed) if needed else lowered.reason, fix=listed)

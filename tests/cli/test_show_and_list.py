@@ -49,10 +49,36 @@ def test_list_backends_reads_descriptions_without_loading_them(optforge: Optforg
     assert all(row["description"].endswith(".") for row in rows)
 
 
-def test_list_of_an_unknown_noun_names_the_known_ones(optforge: Optforge) -> None:
-    done = optforge("list", "recipe")
-    assert done.returncode == 2
-    assert "recipes" in done.stderr
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["list"], "error: optforge list: needs to know what to list; type one of recipes, transforms, "),
+        (["list", "recipe"], "error: optforge list: cannot list 'recipe'; did you mean recipes?"),
+        (["list", "--jsn"], "error: optforge list: No such option: --jsn"),
+        (["rnu"], "error: optforge: No such command 'rnu'. Did you mean 'run'?; see optforge --help"),
+        (["run", "--add"], "error: optforge: Option '--add' requires an argument; see optforge --help"),
+        (["show", "-m", "recipe=baseline,llama_int8"], "error: -m: does not go with show, which prints one run; "),
+        (["show", "recipe=baseline", "--cfg", "job"], "error: --cfg: does not go with show, which prints one run; "),
+    ],
+)
+def test_a_wrong_command_is_one_line_without_a_frame(optforge: Optforge, typed: list[str], told: str) -> None:
+    done = optforge(*typed)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(told)
+
+
+def test_no_command_is_the_help_and_exit_code_2(optforge: Optforge) -> None:
+    done = optforge()
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "doctor" in done.stdout
+
+
+def test_flags_show_no_value_in_the_help(optforge: Optforge) -> None:
+    """Typer puts `<bool>` beside every flag, which reads as if a value had to follow."""
+    texts = [optforge(name, "--help").stdout for name in ("run", "show", "list", "doctor")]
+    assert all("--debug" in text for text in texts)
+    assert not [line for text in texts for line in text.splitlines() if "<bool>" in line and "--help" not in line]
 
 
 def test_show_prints_nothing_but_yaml_that_gives_the_same_run(optforge: Optforge, recipe: str, tmp_path: Path) -> None:

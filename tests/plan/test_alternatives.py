@@ -145,5 +145,6 @@ def test_a_step_without_ranked_alternatives_names_what_runs_instead() -> None:
     bf16 = Step(name="cast", use="precision/bf16", options={}, transform=None)
     lowered = Lowered(requested="bf16", runs_as="fp16", transform=step().transform, reason="t4 has no bf16 matrix units")
     assert (
-        str(refusal(bf16, lowered, hardware("t4"), [])) == "step cast: t4 has no bf16 matrix units; use precision/fp16, or downgrade=allow"
+        str(refusal(bf16, lowered, hardware("t4"), []))
+        == "step cast: t4 has no bf16 matrix units; type steps.cast.use=precision/fp16, or downgrade=allow"
     )

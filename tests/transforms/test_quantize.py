@@ -68,6 +68,17 @@ class Tie(nn.Module):
         return self.head(self.embedding(ids))
 
 
+def test_layers_with_the_same_problem_are_told_in_one_line() -> None:
+    model = on_meta(nn.Sequential(*(nn.Linear(64, 64) for _ in range(5))))
+    with pytest.raises(PlanError) as misfit:
+        Quantize(scheme=SchemeName.int4_weight, group_size=48).apply(model, context("one"))
+    assert [problem.where for problem in misfit.value.problems] == ["step one, layers 0, 1, 2, 3 and 1 more"]
+    Quantize(scheme=SchemeName.int8_weight).apply(model, context("one"))
+    with pytest.raises(PlanError) as twice:
+        Quantize(scheme=SchemeName.fp8_weight).apply(model, context("two"))
+    assert [problem.what for problem in twice.value.problems] == ["layers 0, 1, 2, 3 and 1 more are already int8 (step one)"]
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_product_is_off_by_no_more_than_rounding(scheme: SchemeName, dtype: torch.dtype) -> None:
@@ -202,7 +213,7 @@ def test_b13_a_group_size_that_fits_nothing_is_refused_with_those_that_fit() -> 
     with pytest.raises(PlanError) as refused:
         quantize(model, "int4_weight", group_size=256)
     assert [str(problem) for problem in refused.value.problems] == [
-        f"step weights, layer {name}: group_size 256 does not divide its K=288; sizes that fit: 96, 32, 16" for name in "01"
+        "step weights, layers 0, 1: group_size 256 does not divide its K=288; sizes that fit: 96, 32, 16"
     ]
     assert type(model[0]) is nn.Linear and type(model[1]) is nn.Linear
 

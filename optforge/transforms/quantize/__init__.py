@@ -150,7 +150,7 @@ class Quantize:
 
         Raises:
             SelectorError: an entry of `targets` or `ignore` matches nothing.
-            PlanError: a targeted layer is quantized already, is parametrised, or misfits the group size; all are named.
+            PlanError: a targeted layer is quantized already, is parametrised, or misfits the group size; all are told together.
                 With `strict`, a weight stays unquantized.
             StepError: what was stored is not finite, or is further from the original than rounding explains.
         """

@@ -110,17 +110,26 @@ def _weight(module: nn.Module) -> Tensor:
 
 def _refuse(chosen: dict[str, nn.Module], step: str) -> None:
     """Layers that rounding must not touch, whatever the options."""
-    problems = []
+    layers: dict[tuple[str, str], list[str]] = {}
     for name, module in chosen.items():
-        where = f"step {step}"
         if isinstance(module, Quantized):
-            what = f"layer {name} is already {module.scheme.weight_dtype} (step {module.quantized_by})"
-            problems.append(Problem(where=where, what=what, fix="choose other layers by targets or ignore, or drop one of the steps"))
+            what = f"already {module.scheme.weight_dtype} (step {module.quantized_by})"
+            layers.setdefault((what, "choose other layers by targets or ignore, or drop one of the steps"), []).append(name)
         elif kind := _parametrised(module):
-            what, fix = kind
-            problems.append(Problem(where=where, what=f"layer {name} is parametrised by {what}", fix=fix))
-    if problems:
-        raise PlanError(*problems)
+            layers.setdefault((f"parametrised by {kind[0]}", kind[1]), []).append(name)
+    if layers:
+        raise PlanError(
+            *(
+                Problem(where=f"step {step}", what=f"{_counted(names)} {'is' if len(names) == 1 else 'are'} {what}", fix=fix)
+                for (what, fix), names in layers.items()
+            )
+        )
+
+
+def _counted(names: list[str]) -> str:
+    """`layer a`, `layers a, b`, or `layers a, b, c, d and 44 more`."""
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"layer{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{rest}"
 
 
 def _parametrised(module: nn.Module) -> tuple[str, str] | None:
@@ -203,7 +212,7 @@ def _groups(result: Survey, options: Quantize, step: str) -> None:
     size = options.group_size
     if size is None or options.on_misfit.name == "pad":
         return
-    problems = []
+    misfits: dict[tuple[str, str], list[str]] = {}
     for name, module in list(result.layers.items()):
         columns = out_in(module, result.layouts[name]).shape[1]
         if columns % size == 0:
@@ -214,9 +223,9 @@ def _groups(result: Survey, options: Quantize, step: str) -> None:
             for table in (result.layers, result.layouts, result.ties):
                 table.pop(name, None)
         else:
-            problems.append(Problem(where=f"step {step}, layer {name}", what=what, fix=fix))
-    if problems:
-        raise PlanError(*problems)
+            misfits.setdefault((what, fix), []).append(name)
+    if misfits:
+        raise PlanError(*(Problem(where=f"step {step}, {_counted(names)}", what=what, fix=fix) for (what, fix), names in misfits.items()))
 
 
 def _fitting(columns: int) -> str:
