@@ -89,10 +89,12 @@ def token_ids(loaded: Loaded, data: DataSource, shape: tuple[int, int], device: 
 
 
 def example_ids(loaded: Loaded, device: torch.device) -> Tensor:
-    """Token ids [2, 8] of one small forward pass. All different: a repeated token makes activations no text makes."""
+    """Token ids [2, 8] of one small forward pass. All different, and from the middle of the vocabulary: repeated and special
+    tokens make activations that no text makes."""
     import torch
 
-    return torch.arange(16, device=device).remainder(loaded.vocab_size or 16).reshape(2, 8)
+    vocabulary = loaded.vocab_size or 16
+    return (vocabulary // 3 + torch.arange(16, device=device)).remainder(vocabulary).reshape(2, 8)
 
 
 def not_positive(where: str, **sizes: int) -> Iterator[Problem]:

@@ -8,15 +8,20 @@ own (padding, a sliding window, a static cache), dropout, or needs nothing causa
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from optforge.errors import StepError
 from optforge.kernels.attention import grouped_attention
 from optforge.transforms.base import Context
 
 NAME = "optforge_grouped"
 _SDPA = "sdpa"
+TOLERANCE = 3e-2
+"""Of the norm of one layer's output; scores that are rounded to bf16 move it by 1e-3 to 1e-2."""
+_differences: list[float] | None = None
 
 
 def suits(model: nn.Module, ctx: Context) -> str | None:
@@ -43,10 +48,31 @@ def use_(model: nn.Module) -> None:
     model.config._attn_implementation = NAME  # type: ignore[union-attr]  # a transformers model, by `suits`
 
 
+def verify(run: Callable[[], Any], step: str) -> None:
+    """Runs the model once and compares every layer's attention with PyTorch's on the same inputs.
+
+    Layer by layer, because the rest of a network amplifies what one rounding of scores in bf16 changes.
+
+    Raises:
+        StepError: a layer's result is further off than rounding explains.
+    """
+    global _differences  # noqa: PLW0603 - what the function below reports to; None outside of this one
+    _differences = []
+    try:
+        run()
+        worst = max(_differences, default=0.0)
+    finally:
+        _differences = None
+    if not worst <= TOLERANCE:
+        raise StepError(f"step {step}: grouped attention differs from PyTorch's by {worst:.1e} of its norm in one layer")
+
+
 def _forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: heads first in, [B, T, H, D] out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     plain = (
         query.device.type == "cpu"
         and attention_mask is None
@@ -56,9 +82,14 @@ def _forward(
     )
     causal = options.get("is_causal")
     if not plain or not (getattr(module, "is_causal", True) if causal is None else causal) or options.get("softcap"):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return out
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    return grouped_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
+    grouped = grouped_attention(query, key, value, scale).transpose(1, 2).contiguous()
+    if _differences is not None:
+        _differences.append(_difference(grouped, sdpa_attention_forward(module, query, key, value, None, **options)[0]))
+    return grouped, None
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))

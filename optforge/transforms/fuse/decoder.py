@@ -68,10 +68,10 @@ def apply(model: nn.Module, ignore: list[str], ctx: Context, *, regroup: bool) -
             _pack(group, receipt)
     if not receipt.touched:
         raise PlanError(_nothing(model, sites, receipt, ctx))
-    if regroup:
-        _regroup(model, receipt, ctx)
     if not model.training:  # dropout would differ from one pass to the next
         hold_equal(before, outputs(model, example, ctx), ctx)
+    if regroup:
+        _regroup(model, receipt, ctx, example)
     return receipt
 
 
@@ -82,13 +82,15 @@ def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
         attention.use_(model)
 
 
-def _regroup(model: nn.Module, receipt: Receipt, ctx: Context) -> None:
-    """Switches the attention where that helps, and says which it is."""
+def _regroup(model: nn.Module, receipt: Receipt, ctx: Context, example: Any) -> None:
+    """Switches the attention where that helps, says which it is, and holds each layer's result against PyTorch's."""
     reason = attention.suits(model, ctx)
     if reason is not None:
         receipt.notes.append(reason)
         return
     attention.use_(model)
+    if not ctx.planning and not model.training:
+        attention.verify(lambda: outputs(model, example, ctx), ctx.step)
     receipt.decisions["attention"] = attention.NAME
     receipt.kernels["optforge::grouped_attention"] = len(repeated_blocks(model))
     receipt.notes.append("causal attention runs as grouped products")
