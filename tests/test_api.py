@@ -301,6 +301,16 @@ def test_b63_apply_refuses_a_model_that_is_quantized_and_leaves_it(tmp_path: Pat
     options = ["~steps.fuse", "~steps.compile", "steps.weights.ignore=[]"]
     optforge.apply(model, "llama_int8", hardware="cpu", example=rows(), overrides=options)
     before = snapshot(model)
-    with pytest.raises(PlanError, match=r"layer 0 .*already int8"):
+    with pytest.raises(PlanError, match=r"layers? 0.* already int8"):
         optforge.apply(model, "llama_int8", hardware="cpu", example=rows(), overrides=options)
     assert unchanged(model, before)
+
+
+@pytest.mark.case("B63")
+def test_b63_a_second_quantize_step_on_the_same_layers_is_refused_while_planning() -> None:
+    again = "steps.again={use: quantize/int8_weight, ignore: []}"
+    with pytest.raises(PlanError, match=r"step again: layers? 0.* already int8 \(step weights\)"):
+        optforge.optimize(mlp(), recipe="llama_int8", hardware="cpu", example=rows(), overrides=[*MLP, again])
+    options = [*MLP, "steps.weights.targets=['0']", "steps.again={use: quantize/int8_weight, targets: ['2'], ignore: []}"]
+    _, report = optforge.optimize(mlp(), recipe="llama_int8", hardware="cpu", example=rows(), overrides=options)
+    assert [[touched["name"] for touched in step.receipt["touched"]] for step in report.steps] == [["0"], ["2"]]
