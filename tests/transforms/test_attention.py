@@ -60,7 +60,7 @@ def test_generation_with_a_cache_gives_what_it_gave() -> None:
 
 def test_a_wrong_product_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.grouped_attention
-    monkeypatch.setattr(attention, "grouped_attention", lambda q, k, v, scale: right(q, k, v, 2 * scale))
+    monkeypatch.setattr(attention, "grouped_attention", lambda q, k, v, scale: right(q, k, v.flip(2), scale))
     with pytest.raises(StepError, match="step fuse: grouped attention differs from PyTorch's"):
         fused(llama())
 
