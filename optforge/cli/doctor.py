@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from optforge import __version__, isolate, registry, toolchain
 from optforge.cli import tables
+from optforge.cli.failures import plural
 from optforge.errors import EXIT_OK, EXIT_USER, ChildFailed
 
 PROBE_S = 120.0
@@ -103,7 +104,7 @@ def probe_torch() -> str:
     import torch
 
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
-    return f"built for {built}, {torch.get_num_threads()} threads"
+    return f"built for {built}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def _device(backend: str) -> Finding:

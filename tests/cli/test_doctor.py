@@ -84,3 +84,7 @@ def test_output_is_plain_when_piped() -> None:
     assert result.exit_code in (0, 2)
     assert "\x1b" not in result.stdout
     assert any(line.split()[:2] == ["torch", "ok"] for line in result.stdout.splitlines())
+
+
+def test_one_thread_is_not_counted_in_the_plural(optforge: Optforge) -> None:
+    assert ", 1 thread\n" in optforge("doctor", OMP_NUM_THREADS="1").stdout
