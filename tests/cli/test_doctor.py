@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commandline import Optforge
 from typer.testing import CliRunner
 
 from optforge.cli import doctor
