@@ -305,3 +305,12 @@ def test_budget_is_shared_out_over_the_rows() -> None:
     report = report_of(run)
     timed = [sum(step.measured.samples_s) + sum(step.measured.baseline_samples_s) for step in report.steps]
     assert all(seconds < 3.0 for seconds in timed)
+
+
+def test_a_recipe_for_size_says_what_it_costs_in_time() -> None:
+    report = report_of(run_of(("more", Repeat(times=64)), goal="size"))
+    assert report.verdict == "no_gain"
+    assert any(
+        "the goal is size: one call takes" in warning and "times as long as with the model as loaded" in warning
+        for warning in report.warnings
+    )

@@ -25,7 +25,7 @@ LAYERS = {
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 
-HEAVY = ("torch", "transformers", "lightning", "triton", "torchao", "jax", "numpy", "plotly", "jinja2")
+HEAVY = ("torch", "transformers", "lightning", "triton", "torchao", "jax", "numpy", "jinja2")
 HELP_SECONDS = 0.3
 HELP_TOLERANCE = 3.0
 """How many times slower than the aim a busy test machine may be."""
