@@ -17,7 +17,7 @@ from optforge import artifact, preflight, verdicts
 from optforge.errors import OutputError, Problem
 from optforge.measure import compiles, memory, quality
 from optforge.measure.size import weight_bytes
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.plan.make import Plan, PlannedStep
 from optforge.progress import Progress
 from optforge.record import Record
@@ -61,7 +61,7 @@ class Execution:
 
     def _load(self) -> Loaded:
         with self.progress.stage(f"load {self.spec.model.name}"):
-            loaded: Loaded = self.spec.model.source.load(self.spec.seed)
+            loaded: Loaded = self.spec.model.source.load(self.spec.seed, self._tell())
             self.report.model = {**self.report.model, "digest": loaded.digest, "weights": loaded.weights, "notes": list(loaded.notes)}
         with self.progress.stage(f"place on {self.plan.device.name}"):
             if self.spec.save:
@@ -75,6 +75,18 @@ class Execution:
         self.rows = Rows(self.plan, baseline, work, example, self.options, on_device=self.fits)
         self.report.workload = {**self.report.workload, "unit": work.unit, "units": work.units}
         return loaded
+
+    def _tell(self) -> Tell:
+        """Passes on what a model's source says of a conversion or a training, a line for every tenth of it."""
+        said: set[tuple[str, int]] = set()
+
+        def tell(stage: str, fraction: float) -> None:
+            tenth = (stage, int(10 * fraction))
+            if tenth not in said:
+                said.add(tenth)
+                self.progress.note(f"{stage}: {fraction:.0%}")
+
+        return tell
 
     def _placed(self, module: nn.Module) -> nn.Module:
         """The baseline on the device; where it does not fit it stays on the CPU, and the report says why it has no figures."""

@@ -127,6 +127,14 @@ def test_refused(typed: tuple[str, ...], start: Path) -> None:
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.case("B118")
+@pytest.mark.parametrize("typed", ["transforms.1.bits=4", "steps[1].x=4", "steps.2.x=4", "~steps.0"])
+def test_b118_steps_go_by_name_and_a_number_is_told_which_names_there_are(typed: str, start: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not numbers.*the 3 steps of this recipe are precision, fuse, compile"):
+        config.parse([RECIPE, typed], cwd=start)
+    assert "++recipe.steps.fuse.attention=keep" in config.parse([RECIPE, "steps.fuse.attention=keep"], cwd=start).overrides
+
+
 def test_add_of_a_step_that_is_there(start: Path) -> None:
     with pytest.raises(ConfigError, match=r"--set compile\.use"):
         config.parse([RECIPE], cwd=start, add=["compile=compile/inductor"])

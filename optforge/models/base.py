@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -13,6 +13,9 @@ from optforge.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn
+
+Tell = Callable[[str, float], None]
+"""Is told the name of what takes long within a load, and the fraction of it that is done."""
 
 FAMILIES = ("causal_lm", "image_classifier", "module")
 
@@ -52,8 +55,8 @@ class ModelSource(Protocol):
         """The module tree on the meta device, in the run's dtype. No weights, no network, no device."""
         ...
 
-    def load(self, seed: int = 0) -> Loaded:
-        """The model on the CPU with its weights in the run's dtype, in eval mode, ties kept.
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
+        """The model on the CPU with its weights in the run's dtype, in eval mode, ties kept. Long work is told to `tell`.
 
         Raises:
             ModelError: the checkpoint is missing, truncated or damaged, or holds NaN or Inf.

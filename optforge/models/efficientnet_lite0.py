@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from optforge import checkpoint, fetch
 from optforge.errors import Problem
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.pretrained import check_dtype, torch_dtype
 
 # per stage: blocks, kernel, stride of the first block, expansion, input channels, output channels
@@ -117,7 +117,7 @@ class EfficientNetLite0:
             module = Network().to(torch_dtype(self.dtype)).eval()
         return Loaded(module=module, family="image_classifier", name="efficientnet_lite0", image_shape=(3, 224, 224))
 
-    def load(self, seed: int = 0) -> Loaded:
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
         loaded = self.skeleton()
         file = next(fetch.require("efficientnet_lite0").glob("*.pth"))
         state = checkpoint.read(file)

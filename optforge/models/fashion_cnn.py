@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,9 @@ from optforge import checkpoint, fetch
 from optforge.cache import building, cache_dir
 from optforge.errors import ModelError, Problem
 from optforge.idx import read_idx
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.pretrained import check_dtype, torch_dtype
 
-Progress = Callable[[str, float], None]
 NOTE = "trained on the spot on Fashion-MNIST's 60,000 training images"
 _MEAN, _DEVIATION = 0.286, 0.353
 
@@ -95,13 +94,13 @@ class FashionCNN:
             module = Network().to(torch_dtype(self.dtype)).eval()
         return Loaded(module=module, family="image_classifier", name="fashion_cnn", image_shape=(1, 28, 28), notes=[NOTE])
 
-    def load(self, seed: int = 0, progress: Progress | None = None) -> Loaded:
-        """Trains on the first call (minutes; `progress` gets a stage and a fraction), then reads the cached weights."""
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
+        """Trains on the first call (minutes; `tell` gets a stage and a fraction), then reads the cached weights."""
         training = Training()
         folder = _folder(training)
         weights = folder / "model.safetensors"
         if not weights.is_file():
-            _store(train(training, progress), folder, training)
+            _store(train(training, tell), folder, training)
         loaded = self.skeleton()
         state = checkpoint.read(weights)
         checkpoint.require_finite(state.items(), str(weights))
@@ -127,7 +126,7 @@ def _store(module: nn.Module, folder: Path, training: Training) -> None:
         (new / "training.json").write_text(json.dumps({"training": repr(training), "torch": torch.__version__}) + "\n")
 
 
-def train(training: Training, progress: Progress | None = None) -> Network:
+def train(training: Training, tell: Tell | None = None) -> Network:
     """The network after training, in eval mode. The caller's random state is left alone.
 
     Raises:
@@ -162,8 +161,8 @@ def train(training: Training, progress: Progress | None = None) -> Network:
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in PyTorch
             optimizer.step()
             schedule.step()
-            if progress is not None and step % 20 == 0:
-                progress("training fashion_cnn", step / steps)
+            if tell is not None and step % 20 == 0:
+                tell("training fashion_cnn", step / steps)
     if not bool(torch.isfinite(loss)):
         raise ModelError(Problem(where="fashion_cnn", what="the training diverged", fix="report it with your versions of torch"))
     network.train(False)

@@ -15,7 +15,7 @@ from torch import nn
 
 from optforge.checkpoint import module_digest, require_finite, require_materialised
 from optforge.errors import ModelError, Problem
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.share import alias, on_meta
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -64,7 +64,7 @@ class GivenModel:
         """The caller's own module, to be rewritten in place."""
         return self._loaded(self.module, None)
 
-    def load(self, seed: int = 0) -> Loaded:
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
         require_finite(self.module.named_parameters(), "model")
         return self._loaded(alias(self.module), module_digest(self.module))
 

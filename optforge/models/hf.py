@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from optforge import checkpoint
 from optforge.errors import ModelError, Problem, TrustError
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.pretrained import check_dtype, filled, skeleton
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class HuggingFace:
             loaded.example = _token_example(config)
         return loaded
 
-    def load(self, seed: int = 0) -> Loaded:
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
         loaded = self.skeleton()
         folder = self._folder((*_CONFIGS, *_WEIGHTS))
         where = str(folder)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from optforge import checkpoint
 from optforge.errors import Problem
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.pretrained import check_dtype, filled, random_state, skeleton
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Llama:
         module = skeleton(LlamaForCausalLM, self._config(), self.dtype)
         return Loaded(module=module, family="causal_lm", name=self._name, vocab_size=module.config.vocab_size, weights=self._weights)
 
-    def load(self, seed: int = 0) -> Loaded:
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
         """Random weights of a seed in seconds, or the checkpoint's."""
         from transformers import LlamaForCausalLM
 

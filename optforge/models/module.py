@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optforge import checkpoint
 from optforge.errors import ModelError, Problem
-from optforge.models.base import FAMILIES, Loaded
+from optforge.models.base import FAMILIES, Loaded, Tell
 from optforge.pretrained import check_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class FactoryModel:
         loaded.module = loaded.module.to("meta")
         return loaded
 
-    def load(self, seed: int = 0) -> Loaded:
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
         """Calls the factory under the seed, fills in the checkpoint, and checks that every weight has finite values."""
         import torch
 

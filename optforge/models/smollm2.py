@@ -9,7 +9,7 @@ make int4 look free.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from optforge import fetch
 from optforge.cache import building, cache_dir, sha256_of
 from optforge.errors import MissingDependency, ModelError, Problem
-from optforge.models.base import Loaded
+from optforge.models.base import Loaded, Tell
 from optforge.pretrained import check_dtype, filled, skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import LlamaConfig
 
-Progress = Callable[[str, float], None]
 
 FORMAT = 1
 """Of the converted folder; a change of the conversion counts it up, and older folders are made again."""
@@ -71,14 +70,14 @@ class SmolLM2:
         module = skeleton(LlamaForCausalLM, _config(), self.dtype)
         return Loaded(module=module, family="causal_lm", name="smollm2_135m", vocab_size=49_152, notes=[NOTE])
 
-    def load(self, seed: int = 0, progress: Progress | None = None) -> Loaded:
-        """Converts the source on the first call (about 12 s; `progress` gets a stage and a fraction), then maps the result."""
+    def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
+        """Converts the source on the first call (about 12 s; `tell` gets a stage and a fraction), then maps the result."""
         from safetensors.torch import load_file
         from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
         from optforge.checkpoint import check_safetensors, module_digest, require_finite
 
-        folder = _converted() or _convert(progress)
+        folder = _converted() or _convert(tell)
         weights = folder / "model.safetensors"
         check_safetensors(weights)
         module = filled(LlamaForCausalLM, _config(), load_file(weights), self.dtype, str(weights))
@@ -130,7 +129,7 @@ def _converted() -> Path | None:
     return _folder() if whole else None
 
 
-def _convert(progress: Progress | None) -> Path:
+def _convert(tell: Tell | None) -> Path:
     """Dequantizes, permutes and stores the model and its tokenizer.
 
     Raises:
@@ -140,7 +139,7 @@ def _convert(progress: Progress | None) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
-    tell = progress or (lambda stage, fraction: None)
+    tell = tell or (lambda stage, fraction: None)
     absent = fetch.missing("smollm2")
     if absent is not None:
         raise ModelError(absent)
@@ -160,7 +159,7 @@ def _convert(progress: Progress | None) -> Path:
     return _folder()
 
 
-def _dequantized(file: Path, tell: Progress) -> dict[str, Tensor]:
+def _dequantized(file: Path, tell: Tell) -> dict[str, Tensor]:
     """The GGUF's tensors in fp32 under transformers' names, q and k un-permuted."""
     import torch
 
