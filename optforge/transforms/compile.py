@@ -7,7 +7,7 @@ between the blocks counts. Compiling in place (`nn.Module.compile`) keeps every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
@@ -46,6 +46,10 @@ class OnMissing(Enum):
     skip = "skip"
 
 
+KINDS = 4
+"""Kinds of blocks up to which `auto` compiles by block: Dynamo stops at 8 programs of one class and runs the rest uncompiled."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compile:
     """How the model is compiled."""
@@ -58,7 +62,8 @@ class Compile:
     mode: Mode = Mode.default
     """default, reduce_overhead (CUDA graphs), max_autotune (tries many kernels; minutes), max_autotune_no_cudagraphs."""
     scope: Scope = Scope.auto
-    """block: each repeated layer; model: all as one; auto: model where a KV cache is used or no layer repeats, else block."""
+    """block: each repeated layer; model: all as one; auto: block where few kinds of layers repeat and no KV cache is used, else
+    model."""
     dynamic: bool | None = None
     """true: one program for all sizes; false: one for each size; null: fixed first, then dynamic for a size that changes."""
     fullgraph: bool = False
@@ -125,7 +130,7 @@ class Compile:
                     fix=f"steps.{ctx.step}.scope=model",
                 )
             )
-        whole = not blocks or (self.scope is Scope.auto and ctx.uses_cache)
+        whole = not blocks or (self.scope is Scope.auto and (ctx.uses_cache or _kinds(blocks.values()) > KINDS))
         return {"": model} if whole else {original_name(name): block for name, block in blocks.items()}
 
 
@@ -167,3 +172,8 @@ def _trace(model: nn.Module, chosen: dict[str, nn.Module], ctx: Context) -> None
     finally:
         for module in chosen.values():
             lift_(module)
+
+
+def _kinds(blocks: Iterable[nn.Module]) -> int:
+    """How many programs the blocks need: those whose parameters agree in name, shape and dtype share one."""
+    return len({tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters()) for block in blocks})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -139,3 +140,30 @@ def test_b90_sizes_that_change_take_few_compiles(dynamic: bool | None, most: int
         with torch.no_grad():
             torch.testing.assert_close(model(token_ids(batch=size)), logits, atol=1e-4, rtol=1e-4)
     assert 1 <= counter["unique_graphs"] <= most
+
+
+def test_auto_compiles_the_whole_where_layers_of_one_class_come_in_many_shapes() -> None:
+    class Stage(nn.Module):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(inputs, outputs)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).relu()
+
+    class Stages(nn.Module):
+        def __init__(self, *widths: int) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(Stage(a, b) for a, b in itertools.pairwise(widths))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for stage in self.stages:
+                x = stage(x)
+            return x
+
+    def compiled(model: nn.Module) -> list[str]:
+        return [touched.name for touched in Compile().apply(model, context("compile")).touched]
+
+    assert compiled(Stages(8, 8, 8)) == ["stages.0", "stages.1"]
+    assert compiled(Stages(8, 16, 32)) == ["stages.0", "stages.1"]
+    assert compiled(Stages(8, 16, 24, 32, 40, 48)) == [""]
