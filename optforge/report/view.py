@@ -104,7 +104,8 @@ def details(report: Report) -> list[str]:
     ratio, _ = main_ratio(report)
     lines = []
     if ratio is not None and report.verdict != "no_gain":
-        lines.append(f"95% interval {ratio.low:.2f}x to {ratio.high:.2f}x")
+        low, high = (ratio.low, ratio.high) if ratio.value >= 1 or ratio.low <= 0 else (1 / ratio.high, 1 / ratio.low)
+        lines.append(f"95% interval {low:.2f}x to {high:.2f}x")
     lines += quality_phrases(report.quality)
     if report.baseline or report.optimized or report.steps:
         lines.append(provenance(report))
