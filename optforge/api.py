@@ -13,7 +13,8 @@ from torch import nn
 from optforge import artifact, config, engine, preflight
 from optforge.errors import ConfigError, OutOfMemory, OutputError, Problem
 from optforge.measure.mode import evaluating
-from optforge.models.given import GivenModel, as_example
+from optforge.models.base import as_example
+from optforge.models.given import GivenModel
 from optforge.progress import Progress
 from optforge.spec import Part, Report, Run
 from optforge.transforms.base import Context, Receipt

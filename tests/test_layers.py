@@ -17,8 +17,8 @@ ROOT = Path(optforge.__file__).parent
 GROUPS = ("transforms", "backends", "workloads", "models", "data")
 LAYERS = {
     0: "errors spec",
-    1: "registry select measure kernels atomic cache checkpoint compiling fetch idx isolate logs pretrained progress safe_yaml share"
-    " toolchain",
+    1: "registry select measure kernels atomic cache callables checkpoint compiling fetch idx isolate logs pretrained progress"
+    " safe_yaml share toolchain",
     2: " ".join(GROUPS),
     3: "recipe config plan engine execution record report artifact preflight environment rows verdicts",
     4: "cli api lightning __main__",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from optforge import callables
 from optforge.errors import DataError, Problem
 from optforge.models.base import Loaded
 
@@ -66,18 +66,5 @@ class Inputs:
     def _own(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """What the user's factory yields, as inputs and labels."""
         assert self.factory is not None, "only called with a factory"
-        for batch in _callable(self.factory)(batch_size):
+        for batch in callables.resolve(self.factory, "data.factory")(batch_size):
             yield batch if isinstance(batch, tuple) else (batch, None)
-
-
-def _callable(name: str) -> Callable[..., Any]:
-    """The object behind `package.module:callable`."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(
-            Problem(where="data.factory", what=f"cannot import {name!r} ({error})", fix="write package.module:callable")
-        ) from error
-    wanted: Callable[..., Any] = found
-    return wanted

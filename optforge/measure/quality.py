@@ -7,14 +7,13 @@ random data. The baseline runs once, and what it said serves every row of the re
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from optforge.errors import ConfigError, Problem
+from optforge import callables
 from optforge.measure import compare, limits, reference
 from optforge.measure.language import LanguageQuality, logits_of
 from optforge.measure.mode import evaluating
@@ -83,7 +82,7 @@ class QualityRun:
         self.metric: Callable[..., Any] | None = None
         if self.reason is None:
             self.judge = _judge(self, data, device, seed)
-            self.metric = _callable(options.metric) if options.metric else None
+            self.metric = callables.resolve(options.metric, "quality.metric") if options.metric else None
             if baseline is None and not self._has_cached():
                 self.reason = "the baseline does not fit this device, and no earlier run has cached its outputs"
 
@@ -214,20 +213,6 @@ def _classes(module: nn.Module, inputs: Tensor) -> Tensor:
     output = module(inputs.to(compute_dtype(module)))
     logits: Tensor = getattr(output, "logits", output)
     return logits.float()
-
-
-def _callable(name: str) -> Callable[..., Any]:
-    """The object behind `package.module:callable`."""
-    module, _, attribute = name.partition(":")
-    where = "quality.metric"
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(Problem(where=where, what=f"cannot import {name!r} ({error})", fix="write package.module:callable")) from error
-    if not callable(found):
-        raise ConfigError(Problem(where=where, what=f"{name!r} is not callable"))
-    wanted: Callable[..., Any] = found
-    return wanted
 
 
 def generate(module: nn.Module, loaded: Loaded, prompt: str, new_tokens: int) -> str:

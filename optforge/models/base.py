@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, float], None]
 """Is told the name of what takes long within a load, and the fraction of it that is done."""
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one forward pass."""
 
 FAMILIES = ("causal_lm", "image_classifier", "module")
 
@@ -63,3 +66,14 @@ class ModelSource(Protocol):
             TrustError: reading it would run code.
         """
         ...
+
+
+def as_example(value: Any) -> Example | None:
+    """A tensor, a tuple or list of arguments, or a dict of keywords as (args, kwargs)."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return (), dict(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(value), {}
+    return (value,), {}

@@ -15,10 +15,8 @@ from torch import nn
 
 from optforge.checkpoint import module_digest, require_finite, require_materialised
 from optforge.errors import ModelError, Problem
-from optforge.models.base import Loaded, Tell
+from optforge.models.base import Example, Loaded, Tell
 from optforge.share import alias, on_meta
-
-Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,14 +78,3 @@ class GivenModel:
             weights="trained" if self.trained else "random",
             digest=digest,
         )
-
-
-def as_example(value: Any) -> Example | None:
-    """A tensor, a tuple or list of arguments, or a dict of keywords as (args, kwargs)."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return (), dict(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(value), {}
-    return (value,), {}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optforge import checkpoint
+from optforge import callables, checkpoint
 from optforge.errors import ModelError, Problem
-from optforge.models.base import FAMILIES, Loaded, Tell
+from optforge.models.base import FAMILIES, Loaded, Tell, as_example
 from optforge.pretrained import check_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class FactoryModel:
         """The factory's module in the run's dtype, in eval mode."""
         import torch
 
-        made = _callable(self.factory)(**self.arguments)
+        made = callables.resolve(self.factory, "model.factory")(**self.arguments)
         module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(module, torch.nn.Module):
             raise ModelError(Problem(where="model.factory", what=f"{self.factory} returned {type(module).__name__}, not an nn.Module"))
@@ -99,30 +98,8 @@ class FactoryModel:
             name=self.factory.rpartition(":")[2],
             vocab_size=_vocab_size(module) if self.family == "causal_lm" else None,
             image_shape=(shape[0], shape[1], shape[2]) if shape is not None else None,
-            example=None if example is None else _arguments(example),
+            example=as_example(example),
         )
-
-
-def _callable(name: str) -> Callable[..., Any]:
-    """The object behind `package.module:callable`."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(
-            Problem(where="model.factory", what=f"cannot import {name!r} ({error})", fix="write package.module:callable")
-        ) from error
-    if not callable(found):
-        raise ModelError(Problem(where="model.factory", what=f"{name!r} is not callable"))
-    wanted: Callable[..., Any] = found
-    return wanted
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
 def _vocab_size(module: nn.Module) -> int | None:

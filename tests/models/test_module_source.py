@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from test_checkpoint import Touch
 
-from optforge.errors import ModelError, TrustError
+from optforge.errors import ConfigError, ModelError, TrustError
 from optforge.models.module import FactoryModel
 
 
@@ -65,15 +65,15 @@ def test_a_hostile_checkpoint_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "kind", "message"),
     [
-        ({"factory": "factories:nothing"}, "cannot import"),
-        ({"factory": "no_such_package:x"}, "cannot import"),
-        ({"factory": "factories:text"}, "returned str"),
+        ({"factory": "factories:nothing"}, ConfigError, "cannot import"),
+        ({"factory": "no_such_package:x"}, ConfigError, "cannot import"),
+        ({"factory": "factories:text"}, ModelError, "returned str"),
     ],
 )
-def test_a_wrong_factory_is_told_in_one_line(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ModelError, match=message) as caught:
+def test_a_wrong_factory_is_told_in_one_line(options: dict[str, str], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
         FactoryModel(**options).load()
     assert "\n" not in str(caught.value)
 
