@@ -208,7 +208,8 @@ def test_b61_an_artifact_that_missed_its_limits_is_kept_and_marked(tmp_path: Pat
 def test_a_good_artifact_loads_without_a_word(saved: tuple[nn.Module, Path]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        optforge.load(saved[1], model=llama())
+        loaded = optforge.load(saved[1], model=llama())
+    assert not any(parameter.is_meta for parameter in loaded.parameters())
 
 
 @pytest.mark.case("B17")
