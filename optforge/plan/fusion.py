@@ -1,0 +1,267 @@
+"""Which kernels run the operators of a graph: one each when run eagerly, merged ones where a compiler has been at work.
+
+A compiler keeps products, attention and convolutions as they are and merges what lies between them, since each merged
+kernel reads its inputs once and keeps the rest in registers. The rules here are those of PyTorch's Inductor, told for
+storages and element counts: a merged kernel has one loop over one number of elements, at most one kind of row that it
+reduces to, and nothing outside may depend on one half of it and be needed by the other. They are held against the
+kernels that Inductor really makes in tests/plan/test_fusion.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from optforge.plan.graph import BACKWARD, EMBEDDING, FORWARD, FUSIBLE, REDUCTION, UPDATE, Access, Graph, Kernel, Operator
+
+WINDOW = 512
+"""Operators back to which a merge is looked for. A compiler's own window is of that size, and memory stays small."""
+
+LARGEST_ROW = 1 << 15
+"""Elements that one group of threads reduces and then goes over again. Inductor splits longer rows into two kernels, and then
+what follows the reduction starts anew."""
+
+SHARED_BYTES = 10
+"""Bytes that two kernels without a value between them must both read to be merged: Inductor's `score_fusion_memory_threshold`."""
+
+PERSISTENT = ("parameter", "buffer", "input", "cache", "gradient")
+"""Roles of values that outlive the kernel that writes them."""
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "uint8": 1, "bool": 1, "int32": 4, "int64": 8, "float64": 8}
+
+EAGER = None
+"""The region of an operator that no compiler sees."""
+
+
+def kernels(graph: Graph, *, compiled: bool, regions: Sequence[str] = ("",)) -> list[Kernel]:
+    """The kernels that one pass launches, in the order in which they start.
+
+    Args:
+        graph: from `plan.trace`, or made by hand.
+        compiled: merge what a compiler merges; else every operator is a kernel.
+        regions: dotted paths of the modules that are compiled, each by itself; `""` is the whole model. No kernel reaches over two
+            regions, and what lies in none runs as it does eagerly.
+    """
+    if not compiled:
+        return [_kernel(graph, [operator], operator.reads, operator.writes) for operator in graph.operators]
+    return _Merger(graph, regions).kernels()
+
+
+def region_of(module: str, phase: str, regions: Iterable[str]) -> str | None:
+    """The compiled region that an operator or a kernel belongs to, or None where it runs eagerly.
+
+    The backward pass of compiled modules is compiled with them; it has no module paths and counts as one region.
+    """
+    if phase == UPDATE:
+        return EAGER
+    if phase == BACKWARD:
+        return BACKWARD if any(True for _ in regions) else EAGER
+    inside = [region for region in regions if not region or module == region or module.startswith(f"{region}.")]
+    return f"{FORWARD}:{max(inside, key=len)}" if inside else EAGER
+
+
+@dataclass(eq=False)
+class _Group:
+    """Operators that run as one kernel. `bits` and `before` are sets of operator numbers, as integers."""
+
+    members: list[int]
+    region: str | None
+    fusible: bool
+    elements: int
+    """Of the loop."""
+    rows: int | None
+    """Results of its reductions; None where it has none, or one whose results are as many as its inputs."""
+    ends: bool
+    """It ends in a reduction over rows that are too long to go over again."""
+    bits: int
+    before: int = 0
+    """All operators that must have run before it."""
+    sources: set[int] = field(default_factory=set)
+    """The operators that it depends on directly."""
+
+
+class _Merger:
+    """Walks the operators in order and merges each with what it reads from, or reads together with."""
+
+    def __init__(self, graph: Graph, regions: Sequence[str]) -> None:
+        self.graph, self.regions = graph, regions
+        self.flow = _Flow(graph)
+        self.groups: list[_Group] = []  # of each operator, by its number
+
+    def kernels(self) -> list[Kernel]:
+        for number in range(len(self.graph.operators)):
+            self._place(number)
+        distinct = list({id(group): group for group in self.groups}.values())
+        return [self._merged(sorted(group.members)) for group in distinct]
+
+    def _place(self, number: int) -> None:
+        group = self._alone(number)
+        self.groups.append(group)
+        if not group.fusible:
+            return
+        for other in [*sorted(group.sources, reverse=True), *self.flow.sharing[number]]:
+            candidate = self.groups[other]
+            if candidate is not group and self._fits(candidate, group) and self._stays_ordered(candidate, group):
+                group = self._merge(candidate, group)
+
+    def _alone(self, number: int) -> _Group:
+        operator = self.graph.operators[number]
+        elements = self.flow.elements[number]
+        loop = prod(operator.size) if operator.kind == REDUCTION else elements
+        region = region_of(operator.module, operator.phase, self.regions)
+        sources = {source for source in self.flow.sources[number] if source > number - WINDOW}
+        before = 0
+        for source in sources:
+            before |= self.groups[source].before | self.groups[source].bits
+        return _Group(
+            members=[number],
+            region=region,
+            fusible=operator.kind in FUSIBLE and region is not EAGER,
+            elements=loop,
+            rows=elements if operator.kind == REDUCTION and elements < loop else None,
+            ends=operator.kind == REDUCTION and loop > LARGEST_ROW * elements,
+            bits=1 << number,
+            before=before,
+            sources=sources,
+        )
+
+    def _fits(self, first: _Group, second: _Group) -> bool:
+        """Whether one loop can do both; `first` starts earlier."""
+        if not first.fusible or first.region != second.region or second.members[0] - first.members[0] > WINDOW:
+            return False
+        if first.rows is not None and second.rows is not None and (first.rows, first.elements) != (second.rows, second.elements):
+            return False
+        if first.elements == second.elements:
+            return not first.ends
+        if second.elements < first.elements:
+            return second.rows is None and second.elements == first.rows
+        return first.rows is None and (first.elements == second.rows or self._read_only_by(first, second))
+
+    def _read_only_by(self, first: _Group, second: _Group) -> bool:
+        """Whether a smaller loop can be worked out anew within the larger one: nobody else wants its results."""
+        readers = {reader for member in first.members for reader in self.flow.readers[member]}
+        inside = {*first.members, *second.members}
+        return readers <= inside and not any(self._persists(member) for member in first.members)
+
+    def _stays_ordered(self, first: _Group, second: _Group) -> bool:
+        """Whether no third kernel would have to run both after and before the merged one."""
+        for one, other in ((first, second), (second, first)):
+            for source in other.sources:
+                between = self.groups[source]
+                if between is not one and between is not other and between.before & one.bits:
+                    return False
+        return True
+
+    def _merge(self, first: _Group, second: _Group) -> _Group:
+        first.members += second.members
+        first.elements = max(first.elements, second.elements)
+        first.rows = second.rows if first.rows is None else first.rows
+        first.ends = first.ends or second.ends
+        first.bits |= second.bits
+        first.sources |= second.sources
+        first.before = (first.before | second.before) & ~first.bits
+        for member in second.members:
+            self.groups[member] = first
+        for later in self.groups[min(first.members) + 1 :]:
+            if later is not first and later.before & first.bits:
+                later.before |= first.before | first.bits
+        return first
+
+    def _merged(self, members: list[int]) -> Kernel:
+        """The kernel, with what it reads from outside and what others want of it."""
+        inside = set(members)
+        reads: list[Access] = []
+        writes: list[Access] = []
+        for member in members:
+            operator = self.graph.operators[member]
+            reads += [access for access in operator.reads if self.flow.maker.get((member, access.key)) not in inside]
+            if self._persists(member) or not inside.issuperset(self.flow.readers[member]) or not self.flow.readers[member]:
+                writes += operator.writes
+        return _kernel(self.graph, [self.graph.operators[member] for member in members], reads, writes)
+
+    def _persists(self, member: int) -> bool:
+        keys = [access.key for access in self.graph.operators[member].writes]
+        return any(self.graph.values[key].role in PERSISTENT or key in self.graph.outputs for key in keys)
+
+
+class _Flow:
+    """Who needs whom: by number of operator."""
+
+    def __init__(self, graph: Graph) -> None:
+        count = len(graph.operators)
+        self.elements = [_elements(operator) for operator in graph.operators]
+        """Elements of each one's result."""
+        self.sources: list[set[int]] = [set() for _ in range(count)]
+        """What must run before: it makes a value that is read, or reads or makes what is written over."""
+        self.readers: list[set[int]] = [set() for _ in range(count)]
+        """Who reads the results, before they are written over."""
+        self.sharing: list[list[int]] = [[] for _ in range(count)]
+        """The last one before it that reads the same value."""
+        self.maker: dict[tuple[int, int], int] = {}
+        """(operator, value it reads) -> who made the value within the pass."""
+        self._walk(graph)
+
+    def _walk(self, graph: Graph) -> None:
+        last: dict[int, int] = {}
+        readers: dict[int, list[int]] = defaultdict(list)
+        for number, operator in enumerate(graph.operators):
+            for access in operator.reads:
+                if access.key in last:
+                    made = last[access.key]
+                    self.sources[number].add(made)
+                    self.readers[made].add(number)
+                    self.maker[number, access.key] = made
+                if readers[access.key] and readers[access.key][-1] != number:
+                    if access.bytes > SHARED_BYTES:
+                        self.sharing[number].append(readers[access.key][-1])
+                readers[access.key].append(number)
+            for access in operator.writes:
+                self.sources[number].update(readers.pop(access.key, ()))
+                if access.key in last:
+                    self.sources[number].add(last[access.key])
+                last[access.key] = number
+            self.sources[number].discard(number)
+
+
+def _elements(operator: Operator) -> int:
+    """Elements of what an operator writes; of an in-place write into a cache, those written and not the cache's."""
+    written = max((access.bytes for access in operator.writes), default=0.0)
+    width = ELEMENT_BYTES.get(operator.dtype)
+    if operator.kind in (REDUCTION, EMBEDDING):
+        return max(1, round(written / (width or 4)))
+    shape = prod(operator.size)
+    return max(1, min(shape, round(written / width)) if width and written else shape)
+
+
+def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access], writes: Iterable[Access]) -> Kernel:
+    """One kernel for `operators`, which moves these accesses; parts of one value add up to no more than the value."""
+    chief = max(operators, key=lambda operator: (operator.kind == REDUCTION, prod(operator.size))) if len(operators) > 1 else operators[0]
+    first = operators[0]
+    return Kernel(
+        kind=_kind(operators),
+        name=first.name if len(operators) == 1 else f"{first.name} + {len(operators) - 1}",
+        module=chief.module,
+        phase=first.phase,
+        dtype=chief.dtype if len(operators) == 1 else operators[-1].dtype,
+        size=chief.size,
+        detail=first.detail if len(operators) == 1 else "",
+        flops=sum(operator.flops for operator in operators),
+        bytes=_moved(graph, reads) + _moved(graph, writes),
+        operators=len(operators),
+    )
+
+
+def _kind(operators: Sequence[Operator]) -> str:
+    kinds = {operator.kind for operator in operators}
+    if len(operators) == 1:
+        return operators[0].kind
+    return REDUCTION if REDUCTION in kinds else "pointwise"
+
+
+def _moved(graph: Graph, accesses: Iterable[Access]) -> float:
+    found: dict[int, float] = defaultdict(float)
+    for access in accesses:
+        found[access.key] += access.bytes
+    return sum(min(size, graph.values[key].bytes) for key, size in found.items())
