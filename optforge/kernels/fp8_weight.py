@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optforge.kernels.dispatch import define, takes_kernel
 from optforge.kernels.formats import FORMATS
+from optforge.kernels.launches import FP8
 
 
 def fp8_weight(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fmt: str) -> Tensor:
@@ -34,7 +35,7 @@ def reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fmt
 
 
 def _launch(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fmt: str) -> Tensor:
-    from optforge.kernels.weight_only import FP8, launch  # Triton exists on Linux only
+    from optforge.kernels.weight_only import launch  # Triton exists on Linux only
 
     return launch(x, weight, scale, None, bias, kind=FP8, factor=FORMATS[fmt].half_factor)
 

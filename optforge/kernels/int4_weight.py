@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optforge.kernels.dispatch import define, takes_kernel
+from optforge.kernels.launches import INT4
 from optforge.kernels.rounding import from_int4
 
 GROUP_SIZES = (16, 32, 64, 96, 128, 192, 256)
@@ -31,7 +32,7 @@ def reference(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bia
 
 
 def _launch(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group_size: int) -> Tensor:
-    from optforge.kernels.weight_only import INT4, launch  # Triton exists on Linux only
+    from optforge.kernels.weight_only import launch  # Triton exists on Linux only
 
     return launch(x, weight, scale, zero, bias, kind=INT4, group=group_size)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optforge.kernels.dispatch import define, takes_kernel
+from optforge.kernels.launches import INT8
 
 
 def int8_weight(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,7 +33,7 @@ def reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> 
 
 
 def _launch(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    from optforge.kernels.weight_only import INT8, launch  # Triton exists on Linux only
+    from optforge.kernels.weight_only import launch  # Triton exists on Linux only
 
     return launch(x, weight, scale, None, bias, kind=INT8)
 

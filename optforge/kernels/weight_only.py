@@ -13,16 +13,15 @@ the type below; this way one kernel serves every device and both formats.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-INT8, FP8, INT4 = 0, 1, 2
-"""How the weight is stored (the kernels' KIND)."""
+from optforge.kernels import launches
 
-MATVEC_ROWS = 4
-"""Most rows for the matrix-vector kernel; each row reads the weight again, through the cache."""
+if TYPE_CHECKING:  # the compiler's own processes have no use for PyTorch
+    from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
@@ -115,10 +114,12 @@ def launch(
         weight: int8 or uint8 [N, K], or packed int4 [N, ceil(K / 2)]; contiguous.
         scale: fp32 [N, 1], [1, 1], or [N, groups] for int4.
         zero: uint8 [N, groups], or None.
-        kind: INT8, FP8 or INT4.
+        kind: `launches.INT8`, `FP8` or `INT4`.
         group: the group size of int4, a multiple of 16.
         factor: multiplies every scale (`Fp8Format.half_factor`).
     """
+    import torch
+
     rows, columns, outputs = x.shape[0], x.shape[1], weight.shape[0]
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if not rows:
@@ -126,30 +127,16 @@ def launch(
     x, weight = (x if x.stride(1) == 1 else x.contiguous()), weight.contiguous()
     stride_s = 0 if scale.numel() == 1 else scale.stride(0)
     tensors = (x, weight, scale, scale if zero is None else zero, scale if bias is None else bias, y)
-    flags = {"KIND": kind, "GROUP": group, "HAS_ZERO": zero is not None, "HAS_BIAS": bias is not None}
     strides = (x.stride(0), weight.stride(0), stride_s, factor)
+    name, constants = launches.weight_only(kind, group, rows, zero=zero is not None, bias=bias is not None)
+    across = triton.cdiv(outputs, constants["BLOCK_N"])
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-        if rows <= MATVEC_ROWS:
-            sizes = matvec_sizes(kind, group)
-            matvec_kernel[(triton.cdiv(outputs, sizes["BLOCK_N"]), rows)](*tensors, outputs, columns, *strides, **flags, **sizes)
+        if name == "matvec_kernel":
+            KERNELS[name][(across, rows)](*tensors, outputs, columns, *strides, **constants)
         else:
-            sizes = matmul_sizes(kind, group, rows)
-            grid = (triton.cdiv(rows, sizes["BLOCK_M"]), triton.cdiv(outputs, sizes["BLOCK_N"]))
-            matmul_kernel[grid](*tensors, rows, outputs, columns, *strides, **flags, **sizes)
+            KERNELS[name][(triton.cdiv(rows, constants["BLOCK_M"]), across)](*tensors, rows, outputs, columns, *strides, **constants)
     return y
 
 
-def matvec_sizes(kind: int, group: int) -> dict[str, int]:
-    """Tile sizes of the matrix-vector kernel."""
-    return {"BLOCK_N": 8, "BLOCK_K": _block_k(group, 512) if kind == INT4 else 512}
-
-
-def matmul_sizes(kind: int, group: int, rows: int) -> dict[str, int]:
-    """Tile sizes of the tiled product: short tiles for few rows, so that little of them is padding."""
-    block_m = 16 if rows <= 16 else 64 if rows <= 128 else 128
-    return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": _block_k(group, 64) if kind == INT4 else 64}
-
-
-def _block_k(group: int, most: int) -> int:
-    """The longest step along K, at most `most`, that stays within one group: a power of two that divides `group`."""
-    return min(group & -group, most)
+KERNELS: dict[str, Any] = {"matvec_kernel": matvec_kernel, "matmul_kernel": matmul_kernel}
+"""The names that `launches` knows them by."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from optforge.kernels.formats import FNUZ, OCP
-from optforge.kernels.weight_only import FP8, INT4, INT8, MATVEC_ROWS, launch
+from optforge.kernels.launches import FP8, INT4, INT8, MATVEC_ROWS
+from optforge.kernels.weight_only import launch
 
 SHAPES = ((1, 33, 40), (3, 64, 512), (17, 50, 130), (130, 65, 96))
 """Rows, outputs, inputs: one row, no multiple of anything, more than one tile each way."""

@@ -1,0 +1,351 @@
+"""Compiles the Triton kernels for an accelerator that is not in the machine, and reads what became of them off the binary.
+
+A kernel that needs more shared memory than the device has, spills its registers or is refused by the compiler shows that
+on a laptop, and not after a download. Compiling happens in processes of their own: LLVM ends the whole process on some
+errors, which then is that kernel's result and not the end of the plan, and its memory goes when they go. Results are kept
+in the user's cache by source, configuration, arch and Triton's version, so that a second plan compiles nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from optforge import atomic, isolate
+from optforge.cache import cache_dir
+from optforge.errors import ChildFailed, MissingDependency, OutputError, Problem
+from optforge.kernels.launches import ALIGNMENT, Configuration
+from optforge.progress import Progress, SilentProgress
+
+COMPILED, REFUSED = "compiled", "refused"
+
+PROCESSES = 2
+"""Compilers at work at the same time; each takes 200 to 400 MB."""
+
+LIMIT_S = 180
+"""Seconds that one kernel may take; the slowest of this package takes 4."""
+
+FORMAT = 1
+"""Of the kept results; a new one makes the old ones unseen."""
+
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""How a compiler ends by its own fault, and will again; other signals come from outside and are not kept."""
+
+TENSOR_MEMORY_COLUMNS = 512
+"""Blackwell's tensor memory (PTX ISA, tcgen05.alloc: 512 columns); Triton refuses to launch what takes more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What became of one configuration on one arch; None where it is not known."""
+
+    arch: str
+    status: str
+    """`compiled` or `refused`."""
+    registers: int | None = None
+    """32-bit registers of one thread (AMD: vector registers of one lane)."""
+    shared_memory_bytes: int | None = None
+    """Of one thread block."""
+    spills: int | None = None
+    """32-bit registers of one thread that had to move to memory."""
+    warps: int | None = None
+    stages: int | None = None
+    """Loads that the compiler keeps ahead of the product."""
+    matrix_units: bool | None = None
+    """Whether the product uses them; None for a kernel without a product."""
+    seconds: float | None = None
+    reason: str = ""
+    """Why it was refused: the compiler's own words, one line."""
+
+
+def triton_version() -> str | None:
+    """The installed version; None where there is no Triton. Does not load it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def compile_for(configuration: Configuration, arch: str) -> Compiled:
+    """One configuration for one arch (`sm_80`, `gfx942`), from the cache or in a process of its own.
+
+    Raises:
+        MissingDependency: there is no Triton.
+        OutputError: the cache folder cannot be written.
+    """
+    return compile_all([(configuration, arch)])[0]
+
+
+def compile_all(jobs: Sequence[tuple[Configuration, str]], progress: Progress | None = None) -> list[Compiled]:
+    """Every job's result, in their order. `progress` advances by one as each is done, kept ones at once.
+
+    Raises:
+        MissingDependency: there is no Triton.
+        OutputError: the cache folder cannot be written.
+    """
+    if triton_version() is None:
+        raise MissingDependency(
+            Problem(where="kernels", what="compiling them needs Triton", fix="pip install triton (it exists for Linux)")
+        )
+    progress = progress or SilentProgress()
+    folder = _folder()
+    sources = {module: _sources(module) for module in {configuration.module for configuration, _ in jobs}}
+    paths = [folder / f"{_key(configuration, arch, sources[configuration.module])}.json" for configuration, arch in jobs]
+    found = {path: result for path in paths if (result := _read(path)) is not None}
+    progress.advance(sum(path in found for path in paths))
+    missing = [(path, *job) for path, job in dict(zip(paths, jobs, strict=True)).items() if path not in found]
+    found |= _compile_missing(missing, folder, progress)
+    return [found[path] for path in paths]
+
+
+Job = tuple[Path, Configuration, str]
+"""Where the result goes, what is compiled, for which arch."""
+
+
+def _compile_missing(jobs: Sequence[Job], folder: Path, progress: Progress) -> dict[Path, Compiled]:
+    shares = [share for share in (jobs[start::PROCESSES] for start in range(PROCESSES)) if share]
+    done: set[Path] = set()
+    # in this order: the threads are waited for before their folder goes
+    with tempfile.TemporaryDirectory(prefix=".work-", dir=folder) as name, ThreadPoolExecutor(PROCESSES) as pool:
+        futures = [pool.submit(_finish, share, Path(name) / str(number)) for number, share in enumerate(shares)]
+        try:
+            while wait(futures, timeout=0.1).not_done:
+                _advance(jobs, done, progress)
+        except BaseException:  # an interrupt too: the compilers stop after the kernel they are at
+            (Path(name) / "stop").touch()
+            raise
+    progress.advance(len(jobs) - len(done))
+    return _merged(futures)
+
+
+def _advance(jobs: Sequence[Job], done: set[Path], progress: Progress) -> None:
+    new = {path for path, *_ in jobs if path not in done and path.exists()}
+    done |= new
+    if new:
+        progress.advance(len(new))
+
+
+def _merged(futures: Sequence[Future[dict[Path, Compiled]]]) -> dict[Path, Compiled]:
+    return {path: result for future in futures for path, result in future.result().items()}
+
+
+def _finish(jobs: Sequence[Job], work: Path) -> dict[Path, Compiled]:
+    """Results of these jobs, which run one after another; a process that ends before its time costs the one it was at."""
+    work.mkdir()
+    left = list(jobs)
+    results: dict[Path, Compiled] = {}
+    while left:
+        environment = {"TRITON_CACHE_DIR": str(work / "triton"), "TRITON_INTERPRET": "0", "TRITON_OVERRIDE_ARCH": ""}
+        ended: ChildFailed | None = None
+        try:
+            isolate.call(_child, left, work, timeout_s=LIMIT_S * len(left), env=environment)
+        except ChildFailed as error:
+            if error.kind is not None:  # an exception of ours, not a compiler's end
+                raise
+            ended = error
+        read = {path: result for path, *_ in left if (result := _read(path)) is not None}
+        results |= read
+        left = [job for job in left if job[0] not in read]
+        if ended is None:
+            break
+        if left:
+            path, _, arch = left.pop(0)
+            results[path] = _crashed(path, arch, ended, work)
+    return results
+
+
+def _crashed(path: Path, arch: str, ended: ChildFailed, work: Path) -> Compiled:
+    """The result of the kernel that ended its compiler's process."""
+    said = _said(work)
+    if ended.signal == signal.SIGALRM:
+        why = f"the compiler was still at work after {LIMIT_S} s"
+    else:
+        how = str(ended).partition(": ")[2]
+        why = f"{_complaint(said) or 'the compiler gave no reason'} ({how})"
+    result = Compiled(arch=arch, status=REFUSED, reason=why)
+    if ended.signal in CRASHES:
+        _write(path, result)
+    return result
+
+
+def _said(work: Path) -> str:
+    file = work / "said.txt"
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+# What is kept.
+
+
+def _folder() -> Path:
+    folder = cache_dir() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "free space there, or set OPTFORGE_CACHE to another folder"
+        raise OutputError(Problem(where=str(folder), what=f"cannot be written ({error.strerror or error})", fix=fix)) from error
+    return folder
+
+
+def _key(configuration: Configuration, arch: str, sources: str) -> str:
+    """A name that changes with everything that the result depends on."""
+    facts = [FORMAT, triton_version(), arch, sources, asdict(replace(configuration, label=""))]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _sources(module: str) -> str:
+    """A hash over every file in the folder of a kernel's module, since kernels may call functions of one another."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Compiled | None:
+    """A kept result; None where there is none, or a damaged one, which is made again."""
+    try:
+        return Compiled(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, result: Compiled) -> None:
+    atomic.write_bytes(path, json.dumps(asdict(result)).encode())
+
+
+# The compiler's side: everything below runs in a process of its own.
+
+
+def _child(jobs: Sequence[Job], work: Path) -> None:
+    """Compiles the jobs one after another and writes each result as it comes."""
+    said = (work / "said.txt").open("wb")
+    os.dup2(said.fileno(), 1)  # the compilers complain on the descriptors, not through Python
+    os.dup2(said.fileno(), 2)
+    for path, configuration, arch in jobs:
+        if (work.parent / "stop").exists():
+            return
+        said.seek(0)
+        said.truncate()
+        signal.alarm(LIMIT_S)  # without a handler: ends the process wherever the compiler is
+        result = _compile(configuration, arch, work)
+        signal.alarm(0)
+        _write(path, result)
+
+
+def _compile(configuration: Configuration, arch: str, work: Path) -> Compiled:
+    import triton
+
+    begin = time.perf_counter()
+    try:
+        built = triton.compile(source(configuration, arch), target=target(arch), options=dict(configuration.options))
+    except Exception as error:  # whatever a compiler raises is its answer, and is written down
+        return Compiled(arch=arch, status=REFUSED, reason=_reason(error, _said(work)), seconds=time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    columns = getattr(built.metadata, "tmem_size", None) or 0
+    fits = columns <= TENSOR_MEMORY_COLUMNS
+    registers, spills = _nvidia_registers(built.asm["cubin"], work) if arch.startswith("sm_") else _amd_registers(built.asm["amdgcn"])
+    return Compiled(
+        arch=arch,
+        status=COMPILED if fits else REFUSED,
+        registers=registers,
+        shared_memory_bytes=built.metadata.shared,
+        spills=spills,
+        warps=built.metadata.num_warps,
+        stages=built.metadata.num_stages,
+        matrix_units=_matrix_units(built.asm, arch),
+        seconds=seconds,
+        reason="" if fits else f"needs {columns} columns of tensor memory, the device has {TENSOR_MEMORY_COLUMNS}",
+    )
+
+
+def source(configuration: Configuration, arch: str) -> Any:
+    """The configuration as Triton's launcher hands it to the compiler (`triton.compiler.ASTSource`)."""
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(configuration.module), configuration.name)
+    names: list[str] = kernel.arg_names
+    aligned = {argument: [["tt.divisibility", ALIGNMENT]] for argument in configuration.aligned}
+    ranged = {argument: [["tt.pointer_range", 32]] for argument in configuration.small if _ranges(arch)}
+    attributes = {(index,): found for index, name in enumerate(names) if (found := aligned.get(name, []) + ranged.get(name, []))}
+    return ASTSource(
+        fn=kernel,
+        signature={name: configuration.signature[name] for name in names},
+        constexprs=dict(configuration.constants),
+        attrs=attributes,
+    )
+
+
+def _ranges(arch: str) -> bool:
+    """Whether the launcher tells the compiler of small storages: for AMD, unless buffer operations are switched off."""
+    from triton import knobs
+
+    return arch.startswith("gfx") and bool(knobs.amd.use_buffer_ops)
+
+
+def target(arch: str) -> Any:
+    """Triton's name for an arch: `sm_90` is ("cuda", 90), `gfx942` is ("hip", "gfx942"), with the threads that run in step."""
+    from triton.backends.compiler import GPUTarget
+
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(re.sub(r"\D", "", arch)), 32)
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+def _nvidia_registers(cubin: bytes, work: Path) -> tuple[int | None, int | None]:
+    """Registers of one thread and spilled ones, by the `cuobjdump` that Triton's package carries.
+
+    Triton's kernels keep nothing else on the stack, so its bytes are spilled registers of four (Triton counts them so).
+    """
+    from triton import knobs
+
+    file = work / "kernel.cubin"
+    file.write_bytes(cubin)
+    try:
+        tool = knobs.nvidia.cuobjdump.path
+    except RuntimeError:  # a build of Triton without NVIDIA's tools: not known, and so shown
+        return None, None
+    said = subprocess.run([tool, "--dump-resource-usage", str(file)], capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    return (int(found[1]), int(found[2]) // 4) if found else (None, None)
+
+
+def _amd_registers(assembly: str) -> tuple[int | None, int | None]:
+    """Vector registers of one lane and spilled ones, from the metadata at the end of the assembly."""
+    used, spilled = (re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "vgpr_spill_count"))
+    return int(used[1]) if used else None, int(spilled[1]) if spilled else None
+
+
+def _matrix_units(assembly: Any, arch: str) -> bool | None:
+    if "tt.dot" not in assembly["ttir"]:
+        return None
+    return "mma" in assembly["ptx"] if arch.startswith("sm_") else bool(re.search("v_mfma|v_wmma", assembly["amdgcn"]))
+
+
+COMPLAINTS = (r"LLVM ERROR: .*", r"ptxas .*(?:error|fatal) .*", r"Assertion .* failed.*", r"(?<=error: ).*")
+
+
+def _reason(error: Exception, said: str) -> str:
+    """The one line that tells why: the front end's message, else what the back end printed, else the exception's own."""
+    own = getattr(error, "error_message", None)
+    first = next((line.strip() for line in str(own or error).splitlines() if line.strip()), "")
+    return _complaint(str(own or error)) or _complaint(said) or (first if own else f"{type(error).__name__}: {first}")
+
+
+def _complaint(text: str) -> str:
+    found = next((match for pattern in COMPLAINTS if (match := re.search(pattern, text))), None)
+    return found[0].strip() if found else ""
