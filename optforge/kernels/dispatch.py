@@ -22,6 +22,8 @@ BYTE_FORMULAS: dict[str, ByteFormula] = {}
 """Operator name -> f(x, weight, scale, ...) -> the fewest bytes that one call reads and writes."""
 
 _decomposed = False
+_traced: str | None = None
+GPUS = ("nvidia", "amd")
 
 
 @contextmanager
@@ -40,9 +42,34 @@ def decomposing() -> bool:
     return _decomposed
 
 
+@contextmanager
+def traced_for(backend: str) -> Iterator[None]:
+    """Within it, meta tensors take the paths that tensors on a device of `backend` would take. For the plan's trace."""
+    global _traced  # noqa: PLW0603 - as above
+    before, _traced = _traced, backend
+    try:
+        if backend in (*GPUS, "cpu"):
+            yield
+        else:
+            with decompose():
+                yield
+    finally:
+        _traced = before
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether `x` lies on a GPU, or stands for a tensor that does (`traced_for`)."""
+    return x.is_cuda or (x.is_meta and _traced in GPUS)
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether `x` lies on the CPU, or stands for a tensor that does (`traced_for`)."""
+    return x.device.type == "cpu" or (x.is_meta and _traced == "cpu")
+
+
 def takes_kernel(x: Tensor) -> bool:
     """Whether `x` lies on a device that the kernels run on, outside `decompose`."""
-    return x.is_cuda and not _decomposed
+    return on_gpu(x) and not _decomposed
 
 
 def define(name: str, arguments: str, *, cuda: Callable[..., Tensor], reference: Callable[..., Tensor]) -> None:

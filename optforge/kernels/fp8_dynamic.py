@@ -22,7 +22,7 @@ from optforge.kernels.rounding import fp8_rows
 def fp8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fmt: str, *, per_row: bool) -> Tensor:
     """The product; on a device whose own format is another, or that has none, the same numbers in plain PyTorch."""
     form = FORMATS[fmt]
-    native = FNUZ if torch.version.hip and "gfx94" in _arch(x) else OCP
+    native = form if x.is_meta else FNUZ if torch.version.hip and "gfx94" in _arch(x) else OCP
     if not x.shape[0] or not takes_kernel(x) or form is not native:
         return reference(x, weight, scale, bias, fmt, per_row=per_row)
     rounded, row_scale = fp8_rows(x, form, per_row=per_row)

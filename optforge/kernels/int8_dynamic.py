@@ -47,7 +47,7 @@ def int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, weight_sum: Tensor, b
 
 def int_product(a: Tensor, b: Tensor) -> Tensor:
     """a [rows, K] @ b [N, K].T, int8 in, int32 out and exact; on CUDA sizes that cuBLAS refuses are filled with zeros."""
-    if not a.is_cuda:
+    if not dispatch.on_gpu(a):
         return torch._int_mm(a, b.t())
     rows, outputs = a.shape[0], b.shape[0]
     short_k, short_n = -a.shape[1] % 8, -outputs % 8
@@ -58,7 +58,7 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _packs(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's packed product runs: on a CPU with VNNI, for enough rows, outside `dispatch.decompose`."""
-    return _VNNI and x.device.type == "cpu" and x.shape[0] >= PACKED_ROWS and 0 not in weight.shape and not dispatch.decomposing()
+    return _VNNI and dispatch.on_cpu(x) and x.shape[0] >= PACKED_ROWS and 0 not in weight.shape and not dispatch.decomposing()
 
 
 _VNNI = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]  # PyTorch leaves them untyped

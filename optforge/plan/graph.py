@@ -27,7 +27,8 @@ class Value:
     bytes: int
     """Size of the whole storage."""
     role: str
-    """`parameter`, `buffer`, `input`, `cache` (kept from one pass to the next), or `value` (made by an operator)."""
+    """`parameter`, `buffer`, `input`, `cache` (kept from one pass to the next), `value` (made by an operator) or `gradient` (made by
+    an operator, and left on a parameter)."""
     name: str = ""
     """Dotted name of a parameter or buffer, else empty."""
 
@@ -90,6 +91,8 @@ class Graph:
     """Tokens or items that one call of the workload processes."""
     training: bool = False
     """The graph holds a backward pass and an optimizer's update."""
+    prompt: Graph | None = None
+    """Decode: the pass over the prompt, which is not timed but needs memory."""
     notes: list[str] = field(default_factory=list)
     unknown: str | None = None
     """Why the trace ended early or could not be made at all; what it holds up to there stands."""

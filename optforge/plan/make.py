@@ -21,7 +21,9 @@ from optforge.measure.size import weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan import alternatives, roofline
 from optforge.plan.devices import choose
+from optforge.plan.graph import Graph
 from optforge.plan.order import Order, order, phase
+from optforge.plan.trace import trace
 from optforge.spec import Downgrade, Hardware, Json, Run, Step
 from optforge.transforms.base import Context, Phase, Receipt
 
@@ -40,6 +42,8 @@ class PlannedStep:
     """Bytes of all weights after this step."""
     predicted: dict[str, Json]
     """The target's roofline after this step."""
+    graph: Graph
+    """The operators of one pass after this step, as the target would run them."""
 
     @property
     def name(self) -> str:
@@ -60,6 +64,10 @@ class Plan:
     """Bytes of the weights before the first step."""
     model: dict[str, Json]
     predicted_baseline: dict[str, Json]
+    graph: Graph
+    """The operators of one pass of the model as loaded, as the target would run them."""
+    loaded: Loaded
+    """The model on meta, with every step applied."""
     downgrades: list[Downgrade] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -158,6 +166,7 @@ class _Planner:
 
     def plan(self, ordered: Order) -> Plan:
         loaded: Loaded = self.run.model.source.skeleton()
+        self.loaded = loaded
         workload = self.run.workload.source
         self.problems.extend(workload.check(loaded))
         if self.problems:
@@ -166,13 +175,14 @@ class _Planner:
         self.example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
         baseline = self._predict(loaded.module)
+        graph = self._trace()
         steps = self._missing_compiler([self._lowered(step, loaded.module) for step in ordered.steps])
         self.problems.extend(problem for step, _ in steps for problem in step.transform.check(self._context(step)))
         if self.problems:
             raise PlanError(*self.problems)
-        planned = []
+        planned: list[PlannedStep] = []
         for step, requested in steps:
-            result = self._apply(step, requested, ordered.moved.get(step.name), loaded.module)
+            result = self._apply(step, requested, ordered.moved.get(step.name), loaded.module, planned[-1].graph if planned else graph)
             if result is None:
                 break
             planned.append(result)
@@ -188,6 +198,8 @@ class _Planner:
             weight_bytes=before,
             model=_model(self.run, loaded),
             predicted_baseline=baseline,
+            graph=graph,
+            loaded=loaded,
             downgrades=self.downgrades,
             warnings=self.warnings,
         )
@@ -227,7 +239,7 @@ class _Planner:
             example=self.example,
         )
 
-    def _apply(self, step: Step, requested: str, moved: str | None, module: nn.Module) -> PlannedStep | None:
+    def _apply(self, step: Step, requested: str, moved: str | None, module: nn.Module, before: Graph) -> PlannedStep | None:
         receipt = _collect(self.problems, lambda: step.transform.apply(module, self._context(step)))
         if receipt is None:
             return None
@@ -242,7 +254,11 @@ class _Planner:
             receipt=receipt,
             weight_bytes=weight_bytes(module),
             predicted=self._predict(module),
+            graph=self._trace() if phase(step) < Phase.EXPORT else before,
         )
+
+    def _trace(self) -> Graph:
+        return trace(self.loaded, self.run.workload.source, self.run.data.source, self.target)
 
     def _predict(self, module: nn.Module) -> dict[str, Json]:
         return asdict(roofline.predict(module, self.load, self.target, dtype=self.dtype, example=self.example))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from optforge.data.base import DataSource
@@ -34,6 +34,14 @@ class Work(Protocol):
 
     def run(self, module: nn.Module) -> Any:
         """Does the work once, without gradients. Never synchronizes."""
+        ...
+
+    def once(self, module: nn.Module) -> Any:
+        """The pass that `run` makes `calls` times, once. The plan traces it on meta tensors; `ready` has been called."""
+        ...
+
+    def kept(self, module: nn.Module) -> Sequence[Tensor]:
+        """Tensors that one pass hands on to the next in place: the KV cache of `module`, or nothing."""
         ...
 
     def flops(self, module: nn.Module) -> int | None:

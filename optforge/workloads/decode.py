@@ -137,10 +137,21 @@ class DecodeWork:
             torch._foreach_copy_(state.lengths, state.starts)
             token, chosen = state.first, []
             for _ in range(self.new_tokens):
-                begin_pass(token.device)
-                token = module(input_ids=token, past_key_values=state.cache, use_cache=True).logits[:, -1:].argmax(-1)
+                token = _next(module, token, state.cache)
                 chosen.append(token)
             return torch.cat(chosen, dim=1)
+
+    def once(self, module: nn.Module) -> Tensor:
+        """One step, int64, shape [batch, 1]. The cache is static, so that every step does the same work."""
+        import torch
+
+        state = self._states[module]
+        with torch.no_grad():
+            return _next(module, state.first, state.cache)
+
+    def kept(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Keys and values of every layer, [batch, kv_heads, context + new_tokens, head_dim]."""
+        return tuple(tensor for layer in self._states[module].cache.layers for tensor in (layer.keys, layer.values))
 
     def flops(self, module: nn.Module) -> int | None:
         """Operations of all steps. Attention grows by one position a step, so the mean of first and last is exact."""
@@ -174,6 +185,13 @@ class DecodeWork:
         position: int = 2 * batch * text.num_hidden_layers * heads * width * dtype.itemsize
         seen = sum(context + step for step in range(self.new_tokens))
         return self.new_tokens * read_bytes(module, batch) + position * (seen + self.new_tokens)
+
+
+def _next(module: nn.Module, token: Tensor, cache: Any) -> Tensor:
+    """The most likely token after `token`, both int64 of shape [batch, 1]."""
+    begin_pass(token.device)
+    chosen: Tensor = module(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    return chosen
 
 
 def _new_cache(config: Any, length: int) -> Any:

@@ -123,6 +123,12 @@ class ForwardWork:
             output = module(*args, **kwargs)
         return getattr(output, "logits", output)
 
+    def once(self, module: nn.Module) -> Any:
+        return self.run(module)
+
+    def kept(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
+        return ()
+
     def flops(self, module: nn.Module) -> int | None:
         """Operations of the pass; see `count_flops`."""
         dtype = compute_dtype(module)

@@ -80,6 +80,12 @@ class PrefillWork:
             logits: Tensor = module(input_ids=self.ids, **LAST_ONLY).logits
         return logits
 
+    def once(self, module: nn.Module) -> Tensor:
+        return self.run(module)
+
+    def kept(self, module: nn.Module) -> tuple[Tensor, ...]:
+        return ()
+
     def flops(self, module: nn.Module) -> int | None:
         """Operations of the prompt's pass, attention in full; see `count_flops`."""
         import torch

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from optforge.errors import StepError
+from optforge.kernels import dispatch
 from optforge.kernels.attention import grouped_attention
 from optforge.transforms.base import Context
 
@@ -74,7 +75,7 @@ def _forward(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     plain = (
-        query.device.type == "cpu"
+        dispatch.on_cpu(query)
         and attention_mask is None
         and query.shape[2] == key.shape[2]
         and query.shape[2] > 1
