@@ -38,6 +38,8 @@ class Hardware:
     bandwidth_bytes_per_s: float | None = None
     link: str | None = None
     link_bytes_per_s: float | None = None
+    devices: int | None = None
+    """Devices of one machine that `link` joins; None where nobody said how many there are."""
     shared_memory_bytes: int | None = None
     fp8_format: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)

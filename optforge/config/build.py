@@ -168,7 +168,10 @@ def _wrong_figures(profile: spec.Hardware, sources: Sources) -> list[Problem]:
             what, fix = f"unknown dtype {dtype!r}", near(dtype, PEAKS) or f"known: {', '.join(PEAKS)}"
             problems.append(Problem(where=sources.where(f"hardware.peak_flops.{dtype}"), what=what, fix=fix))
     figures = {f"peak_flops.{dtype}": peak for dtype, peak in profile.peak_flops.items()}
-    figures |= {key: getattr(profile, key) for key in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "shared_memory_bytes")}
+    figures |= {
+        key: getattr(profile, key)
+        for key in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "devices", "shared_memory_bytes")
+    }
     return problems + [
         Problem(where=sources.where(f"hardware.{key}"), what=f"must be above 0, got {figure}", fix="leave out what is unknown or absent")
         for key, figure in figures.items()

@@ -47,11 +47,13 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
     """
     ignore = [*options.ignore, *options.ignore_extra]
     chosen = select(model, _targets(model, options.targets), ignore, step=step, eligible=_is_linear)
-    _refuse(chosen.chosen, step)
+    refused = _refused(chosen.chosen, step)
     result = Survey(ignored=chosen.ignored, unmatched=chosen.unmatched, policy=options.tied.name, total_bytes=weight_bytes(model))
     readers = _read_by_others(model)
     shared = _sharers(model)
     for name, module in chosen.chosen.items():
+        if name in refused:
+            continue
         weight = _weight(module)
         partners = [other for other in shared[id(weight)] if other != name]
         reason = readers.get(id(module)) or _misfit(module, options) or _tie(model, partners, options.tied.name)
@@ -62,14 +64,15 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
         result.layouts[name] = IN_OUT if _is_conv1d(module) else OUT_IN
         if partners:
             result.ties[name] = partners
-    _groups(result, options, step)
+    problems = [*dict.fromkeys(refused.values()), *_groups(result, options, step)]
     result.skipped.update(_experts(model, ignore, result.total_bytes, step))
     result.skipped.update(_attention_inputs(model, ignore, step))
-    if options.strict and result.skipped:
-        problems = (
+    if options.strict:
+        problems += [
             Problem(where=f"step {step}, {name}", what=f"strict: true, and it stays unquantized: {why}")
             for name, why in result.skipped.items()
-        )
+        ]
+    if problems:
         raise PlanError(*problems)
     return result
 
@@ -108,8 +111,8 @@ def _weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _refuse(chosen: dict[str, nn.Module], step: str) -> None:
-    """Layers that rounding must not touch, whatever the options."""
+def _refused(chosen: dict[str, nn.Module], step: str) -> dict[str, Problem]:
+    """Layers that rounding must not touch, whatever the options, each with its problem; layers of one problem share it."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name, module in chosen.items():
         if isinstance(module, Quantized):
@@ -117,16 +120,14 @@ def _refuse(chosen: dict[str, nn.Module], step: str) -> None:
             layers.setdefault((what, "choose other layers by targets or ignore, or drop one of the steps"), []).append(name)
         elif kind := _parametrised(module):
             layers.setdefault((f"parametrised by {kind[0]}", kind[1]), []).append(name)
-    if layers:
-        raise PlanError(
-            *(
-                Problem(where=f"step {step}", what=f"{_counted(names)} {'is' if len(names) == 1 else 'are'} {what}", fix=fix)
-                for (what, fix), names in layers.items()
-            )
-        )
+    told = {}
+    for (what, fix), names in layers.items():
+        problem = Problem(where=f"step {step}", what=f"{counted(names)} {'is' if len(names) == 1 else 'are'} {what}", fix=fix)
+        told.update(dict.fromkeys(names, problem))
+    return told
 
 
-def _counted(names: list[str]) -> str:
+def counted(names: list[str]) -> str:
     """`layer a`, `layers a, b`, or `layers a, b, c, d and 44 more`."""
     rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"layer{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{rest}"
@@ -207,11 +208,11 @@ class _Default(dict[int, list[str]]):
         return []
 
 
-def _groups(result: Survey, options: Quantize, step: str) -> None:
-    """Applies `on_misfit` to every layer whose width the group size does not divide."""
+def _groups(result: Survey, options: Quantize, step: str) -> list[Problem]:
+    """Applies `on_misfit` to every layer whose width the group size does not divide: skips it, or gives the problem."""
     size = options.group_size
     if size is None or options.on_misfit.name == "pad":
-        return
+        return []
     misfits: dict[tuple[str, str], list[str]] = {}
     for name, module in list(result.layers.items()):
         columns = out_in(module, result.layouts[name]).shape[1]
@@ -224,8 +225,7 @@ def _groups(result: Survey, options: Quantize, step: str) -> None:
                 table.pop(name, None)
         else:
             misfits.setdefault((what, fix), []).append(name)
-    if misfits:
-        raise PlanError(*(Problem(where=f"step {step}, {_counted(names)}", what=what, fix=fix) for (what, fix), names in misfits.items()))
+    return [Problem(where=f"step {step}, {counted(names)}", what=what, fix=fix) for (what, fix), names in misfits.items()]
 
 
 def _fitting(columns: int) -> str:
