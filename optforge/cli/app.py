@@ -99,6 +99,40 @@ def run(
         raise typer.Exit(run_command(request))
 
 
+@app.command("plan", context_settings=PASS_THROUGH)
+def plan(
+    *,
+    overrides: Overrides = None,
+    config: Config = None,
+    set_: Set = None,
+    drop: Drop = None,
+    add: Add = None,
+    as_json: AsJson = False,
+    no_kernels: Annotated[
+        bool, typer.Option("--no-kernels", metavar="", help="Compile nothing: neither kernels nor XLA's program.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a recipe will do on hardware that need not be here: fit, speed, downgrades, kernels. Loads no weights.
+
+    Comma lists compare: hardware=a100,h100 or recipe=llama_fp8,llama_int8. Exit codes: 0 planned; 2 something to change.
+    """
+    with guard(debug=debug):
+        from optforge.cli.plan import plan_command
+        from optforge.cli.run import Request
+
+        request = Request(
+            argv=tuple(overrides or ()),
+            config=config,
+            set_=tuple(set_ or ()),
+            drop=tuple(drop or ()),
+            add=tuple(add or ()),
+            debug=debug,
+            command=_typed(),
+        )
+        raise typer.Exit(plan_command(request, as_json=as_json, kernels=not no_kernels))
+
+
 @app.command("show", context_settings=PASS_THROUGH)
 def show(
     *,

@@ -14,7 +14,7 @@
 Recipes are read by `optforge.recipe`, which knows neither. Reading a configuration loads no torch.
 """
 
-from optforge.config.argv import parse
+from optforge.config.argv import choices, parse
 from optforge.config.build import hardware
 from optforge.config.compose import CONFIG_NAME, CONFIG_PATH, compose, compose_all, recipe, run_from_cfg
 from optforge.config.flags import Arguments
@@ -27,6 +27,7 @@ __all__ = [
     "CONFIG_PATH",
     "Arguments",
     "Option",
+    "choices",
     "compose",
     "compose_all",
     "conf_dir",

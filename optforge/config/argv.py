@@ -77,6 +77,19 @@ def parse(argv: Sequence[str], *, cwd: Path, set_: Sequence[str] = (), drop: Seq
     return replace(arguments, overrides=tuple(rewritten))
 
 
+def choices(text: str, *, cwd: Path) -> list[str]:
+    """The overrides that one with several values stands for, each as it would be typed alone; any other is itself alone."""
+    key, equals, _ = text.partition("=")
+    if not equals or key.startswith("~"):
+        return [text]
+    parsed = OverridesParser.create().parse_override(text)
+    value = parsed.value()
+    if isinstance(value, Glob):
+        known = recipes.known(cwd, paths.recipes_dir()) if key == "recipe" else paths.option_files(key)
+        return [f"{key}={name}" for name in value.filter(list(known))]
+    return [f"{key}={one}" for one in parsed.sweep_string_iterator()] if parsed.is_discrete_sweep() else [text]
+
+
 def _set(text: str) -> str:
     """`--set weights.group_size=64` as an override; `steps.` may stand before it."""
     bare = text.removeprefix("steps.")

@@ -13,8 +13,8 @@ def render(report: Report) -> str:
     """The whole report as Markdown text; every figure stands under `measured on` or `predicted for`."""
     badge = view.BADGES.get(report.verdict, report.verdict)
     parts = [
-        f"# {_text(report.recipe.get('name') or 'run')} for {_text(view.target_name(report))}: {badge}",
-        f"**{_text(view.verdict_line(report))}.**",
+        f"# {escaped(report.recipe.get('name') or 'run')} for {escaped(view.target_name(report))}: {badge}",
+        f"**{escaped(view.verdict_line(report))}.**",
         _subject(report),
         _section("Warnings", _bullets(view.warnings(report))),
         _section("Downgrades", _downgrades(report)),
@@ -24,37 +24,37 @@ def render(report: Report) -> str:
         _section(f"Roofline figures, {view.predicted_label(report)}", _predicted(report)),
         _section("Generations", _generations(report)),
         _section("Environment", _bullets(f"{name}: {figures.named(name, value)}" for name, value in view.flat(report.environment))),
-        _section("Repeat it", _code(report.command) if report.command else ""),
+        _section("Repeat it", code(report.command) if report.command else ""),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _text(value: object) -> str:
+def escaped(value: object) -> str:
     """`value` on one line, with everything that Markdown or HTML would act on escaped."""
     line = " ".join(str(value).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~#!])", r"\\\1", line)
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """A fenced block whose fence is longer than any run of backticks inside."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     return f"{fence}\n{text}\n{fence}"
 
 
 def _section(title: str, body: str) -> str:
-    return f"## {_text(title)}\n\n{body}" if body else ""
+    return f"## {escaped(title)}\n\n{body}" if body else ""
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {_text(line)}" for line in lines)
+    return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         return ""
     rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *[[_text(cell) for cell in line] for line in lines]])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *[[escaped(cell) for cell in line] for line in lines]])
 
 
 def _subject(report: Report) -> str:
@@ -113,6 +113,6 @@ def _predicted(report: Report) -> str:
 def _generations(report: Report) -> str:
     parts = []
     for item in report.generations:
-        parts.append(f"Prompt: {_text(item.get('prompt', ''))}")
-        parts += [f"{name.capitalize()}:\n\n{_code(item.get(name, ''))}" for name in ("baseline", "optimized")]
+        parts.append(f"Prompt: {escaped(item.get('prompt', ''))}")
+        parts += [f"{name.capitalize()}:\n\n{code(item.get(name, ''))}" for name in ("baseline", "optimized")]
     return "\n\n".join(parts)

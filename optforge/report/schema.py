@@ -1,8 +1,9 @@
-"""Generates the JSON Schema of report.json from the dataclasses in `spec.py`.
+"""Generates the JSON Schemas of report.json and plan.json from the dataclasses in `spec.py` and `plan/document.py`.
 
-The dataclasses are the one definition; `docs/report.schema.json` is what this prints, and a test compares the two.
+The dataclasses are the one definition; the files in `docs/` are what this prints, and tests compare the two.
 
-    python -m optforge.report.schema > docs/report.schema.json
+    python -m optforge.report.schema report > docs/report.schema.json
+    python -m optforge.report.schema plan > docs/plan.schema.json
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import ast
 import dataclasses
 import inspect
 import json
+import sys
 import textwrap
 import types
 import typing
 from typing import Any
 
+from optforge.plan.document import OUTCOMES, SCHEMA_VERSION, PlanFile, Study, Verdict
+from optforge.plan.document import STATUSES as PLAN_STATUSES
 from optforge.report.codec import field_types
 from optforge.spec import VERDICTS, Json, Report, StepReport
 
@@ -27,17 +31,29 @@ CHOICES: dict[tuple[type, str], Json] = {
     (Report, "status"): {"enum": list(STATUSES)},
     (Report, "verdict"): {"enum": list(VERDICTS)},
     (StepReport, "verdict"): {"enum": list(VERDICTS)},
+    (PlanFile, "schema_version"): {"const": SCHEMA_VERSION},
+    (Study, "status"): {"enum": list(PLAN_STATUSES)},
+    (Verdict, "outcome"): {"enum": list(OUTCOMES)},
 }
 """What the type of a field cannot say."""
 
 
 def report_schema() -> dict[str, Json]:
     """The JSON Schema (draft 2020-12) of report.json."""
+    return _schema(Report, "OptForge report, schema_version 1")
+
+
+def plan_schema() -> dict[str, Json]:
+    """The JSON Schema (draft 2020-12) of plan.json."""
+    return _schema(PlanFile, f"OptForge plan, schema_version {SCHEMA_VERSION}")
+
+
+def _schema(kind: type, title: str) -> dict[str, Json]:
     definitions: dict[str, Json] = {}
-    root = _object(Report, definitions)
+    root = _object(kind, definitions)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "OptForge report, schema_version 1",
+        "title": title,
         **root,
         "$defs": dict(sorted(definitions.items())),
     }
@@ -88,9 +104,9 @@ def _field_docs(kind: type) -> dict[str, str]:
     return docs
 
 
-def main() -> None:
-    print(json.dumps(report_schema(), indent=2))
+def main(which: str = "report") -> None:
+    print(json.dumps({"report": report_schema, "plan": plan_schema}[which](), indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,0 +1,228 @@
+"""The verdict of a plan in words: fits or not, the expected gain and its bound, the risk, and the command to run next.
+
+It is about the recipe's goal, as a run's verdict is, and a recipe for memory that costs time says both. A predicted
+slow-down is a regression and never a success.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from optforge.plan import recorded
+from optforge.plan.document import DOES_NOT_FIT, GAIN, NO_GAIN, REGRESSION, UNKNOWN, Fit, Recorded, SpeedRow, Study, Verdict
+from optforge.report import figures
+from optforge.spec import Downgrade
+
+BETTER, WORSE = 1.02, 0.98
+"""Ratios from which a prediction counts as a gain or a regression; the same as for measured ones."""
+AS_LOADED, COMPILED_BASELINE = "as loaded", "compiled baseline"
+"""Names of the rows of a plan that are no step."""
+
+
+def outcome(ratio: float | None) -> str:
+    """`gain`, `no_gain`, `regression` or `unknown` for a predicted ratio (above 1 is better)."""
+    if ratio is None:
+        return UNKNOWN
+    return GAIN if ratio > BETTER else REGRESSION if ratio < WORSE else NO_GAIN
+
+
+def times(ratio: float, better: str = "faster", worse: str = "slower", band: str = "") -> str:
+    """`1.72 times (1.5 to 2.0): faster`, `0.50 times: slower`, `1.00 times: no gain`."""
+    word = {GAIN: better, REGRESSION: worse}.get(outcome(ratio), "no gain")
+    return f"{ratio:.2f} times{band}: {word}"
+
+
+def judge(study: Study, *, goal: str, found: Sequence[Recorded]) -> Verdict:
+    """The verdict of a study whose steps, fit and speed are known.
+
+    Args:
+        goal: the recipe's; `latency` and `throughput` are about time.
+        found: recorded runs that say something of this plan (`recorded.recorded`).
+    """
+    schemes = changing(study)
+    verdict = Verdict(fit=_fit(study.fit), downgrade="; ".join(_downgrades(study.downgrades)), recorded=list(found))
+    verdict.quality = recorded.quality(found, schemes=schemes, model=str(study.model.get("name")))
+    if goal in ("latency", "throughput"):
+        _of_time(verdict, study)
+    else:
+        _of_bytes(verdict, study, goal)
+    if study.fit is not None and study.fit.fits is False:
+        verdict.outcome = DOES_NOT_FIT
+    _measured(verdict, study, found)
+    _next(verdict, study)
+    return verdict
+
+
+def changing(study: Study) -> list[str]:
+    """Options that change the precision of the numbers: the quantize steps, else the last cast."""
+    of = {kind: [step.use for step in study.steps if step.use.startswith(f"{kind}/")] for kind in ("quantize", "precision")}
+    return of["quantize"] or of["precision"][-1:]
+
+
+# --- the gain -----------------------------------------------------------------------------------------------------
+
+
+def _of_time(verdict: Verdict, study: Study) -> None:
+    """Gain in time over the reference, with its band and its bound."""
+    reference, last = _ends(study)
+    if study.speed is None or reference is None or last is None or last.latency_ms is None or reference.latency_ms is None:
+        reason = study.speed.reason if study.speed is not None and study.speed.reason else "no time could be predicted"
+        verdict.sentence = f"gain unknown: {reason}"
+        return
+    if last is reference:
+        verdict.outcome, verdict.gain = NO_GAIN, 1.0
+        verdict.sentence = "the recipe changes nothing that the plan can time"
+        return
+    verdict.gain = reference.latency_ms / last.latency_ms
+    verdict.outcome = outcome(verdict.gain)
+    if reference.low_ms and reference.high_ms and last.low_ms and last.high_ms:
+        verdict.gain_low, verdict.gain_high = reference.low_ms / last.high_ms, reference.high_ms / last.low_ms
+    verdict.sentence = f"expected {times(verdict.gain, band=_range(verdict))}, against the {reference.name}"
+    verdict.bound = _bound(verdict, reference, last)
+
+
+def _ends(study: Study) -> tuple[SpeedRow | None, SpeedRow | None]:
+    """The row that everything is compared with, and the whole recipe's."""
+    rows = study.speed.rows if study.speed is not None else []
+    wanted = study.speed.reference if study.speed is not None else None
+    return next((row for row in rows if row.name == wanted), None), rows[-1] if rows else None
+
+
+def _range(verdict: Verdict) -> str:
+    if verdict.gain_low is None or verdict.gain_high is None:
+        return " (no error band: nothing like it was measured)"
+    return f" ({verdict.gain_low:.2f} to {verdict.gain_high:.2f})"
+
+
+def _bound(verdict: Verdict, reference: SpeedRow, last: SpeedRow) -> str:
+    """`memory bound: 1.9 times at equal efficiency, at most 2.4`: from the figures at the published peaks."""
+    if not last.bound:
+        return ""
+    words = f"{last.bound} bound"
+    if not (last.ideal_ms and reference.ideal_ms and reference.latency_ms):
+        return words
+    verdict.at_equal_efficiency = reference.ideal_ms / last.ideal_ms
+    verdict.at_most = reference.latency_ms / last.ideal_ms
+    return f"{words}: {verdict.at_equal_efficiency:.2g} times at equal efficiency, at most {verdict.at_most:.2g} times at the peaks"
+
+
+def _of_bytes(verdict: Verdict, study: Study, goal: str) -> None:
+    """Gain in memory or size, and what it costs in time."""
+    before, after = _bytes(study, goal)
+    what = "memory per device" if goal == "memory" else "weight bytes"
+    verdict.unit = goal
+    slower = _time_too(study)
+    if not before or not after:
+        verdict.sentence = f"gain in {what} unknown" + slower
+        return
+    verdict.gain = before / after
+    verdict.outcome = outcome(verdict.gain)
+    word = times(verdict.gain, f"less {what}", f"more {what}")
+    verdict.sentence = f"expected {word}, against the model as loaded{slower}"
+    verdict.bound = f"{figures.nbytes(before)} become {figures.nbytes(after)}"
+
+
+def _bytes(study: Study, goal: str) -> tuple[float | None, float | None]:
+    if goal == "size":
+        return study.weight_bytes, study.steps[-1].weight_bytes if study.steps else study.weight_bytes
+    rows = study.fit.rows if study.fit is not None else []
+    return (rows[0].total_bytes, rows[-1].total_bytes) if rows else (None, None)
+
+
+def _time_too(study: Study) -> str:
+    reference, last = _ends(study)
+    if reference is None or last is None or not reference.latency_ms or not last.latency_ms:
+        return "; time unknown"
+    return f"; in time {times(reference.latency_ms / last.latency_ms)}"
+
+
+def _measured(verdict: Verdict, study: Study, found: Sequence[Recorded]) -> None:
+    """Adds what the same recipe did on the same device when it was measured, a regression above all."""
+    names = {
+        name: str(part.get("name")) for name, part in (("recipe", study.recipe), ("device", study.target), ("workload", study.workload))
+    }
+    timed = recorded.speed(found, **names)
+    if timed:
+        listed = ", ".join(f"{times(run.speedup or 0.0)} on {run.model} ({run.date})" for run in timed)
+        verdict.sentence += f"; measured there before: {listed}"
+    own = [run for run in timed if run.same_model]
+    if any(outcome(run.speedup) == REGRESSION for run in own) and verdict.outcome != DOES_NOT_FIT:
+        verdict.outcome = REGRESSION
+
+
+# --- fit, downgrades ----------------------------------------------------------------------------------------------
+
+
+def _fit(fit: Fit | None) -> str:
+    if fit is None:
+        return "unknown"
+    if fit.fits is None:
+        return f"unknown: {fit.reason or 'a part of the memory is unknown'}"
+    last = fit.rows[-1]
+    need = f"{figures.nbytes(last.total_bytes)} of {figures.nbytes(fit.memory_bytes)} per device"
+    if fit.devices > 1:
+        need += f", {fit.devices} devices"
+    if fit.fits:
+        return f"yes: {need}, {figures.nbytes(last.spare_bytes)} spare"
+    change = f"; smallest change: {fit.changes[0].what}" if fit.changes else "; no change that the plan knows makes it fit"
+    return f"no: {need}, {figures.nbytes(-(last.spare_bytes or 0.0))} too much{change}"
+
+
+def _downgrades(downgrades: Sequence[Downgrade]) -> Iterator[str]:
+    for item in downgrades:
+        best = item.alternatives[0] if item.alternatives else None
+        better = f"; best instead: {best['use']}" if best and best.get("use") != item.runs_as else ""
+        if better and best and best.get("predicted_speedup"):
+            better += f" ({best['predicted_speedup']:.2f} times, predicted)"
+        yield f"{item.step}: {item.reason}{better}"
+
+
+# --- what to run next ---------------------------------------------------------------------------------------------
+
+
+def _next(verdict: Verdict, study: Study) -> None:
+    words = run_words(study.command)
+    fit = study.fit
+    if fit is not None and fit.fits is False:
+        if not fit.changes:
+            verdict.why = "it does not fit, and no single change makes it fit: a smaller model, or hardware with more memory"
+        else:
+            words, verdict.why = with_overrides(words, fit.changes[0].override), f"changed so that it fits: {fit.changes[0].what}"
+    elif fit is not None and fit.memory_bytes is None:
+        verdict.why = f"to be told whether it fits, add hardware.memory_bytes=<bytes of one {study.target.get('name')}>"
+    verdict.command = shlex.join(words) if not (verdict.outcome == DOES_NOT_FIT and fit is not None and not fit.changes) else ""
+    for item in study.downgrades:
+        if better := _better(item):
+            verdict.instead = shlex.join(with_overrides(words, f"steps.{item.step}.use={better}"))
+            return
+
+
+def _better(item: Downgrade) -> str | None:
+    """The best alternative, where it is predicted to beat what the step runs as."""
+    speedups = {str(one["use"]): one.get("predicted_speedup") for one in item.alternatives}
+    own, best = speedups.get(item.runs_as), max((value or 0.0 for value in speedups.values()), default=0.0)
+    if own is None or best <= own * BETTER:
+        return None
+    return next(use for use, value in speedups.items() if value == best)
+
+
+PLAN_ONLY = ("--json", "--no-kernels", "--debug")
+"""Options of `optforge plan` that `optforge run` does not have, or that say nothing of the run."""
+
+
+def run_words(command: str) -> list[str]:
+    """`optforge plan ...` as the words of the run that it plans."""
+    words = [word for word in shlex.split(command) if word not in PLAN_ONLY]
+    return ["optforge", "run", *words[2:]]
+
+
+def with_overrides(words: Sequence[str], overrides: str) -> list[str]:
+    """`words` with the overrides of one text, each in place of what the command says for its key."""
+    added = shlex.split(overrides)
+    keys = {_key(word) for word in added if "=" in word and not word.startswith("--")}
+    return [word for word in words if "=" not in word or _key(word) not in keys] + added
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0].removeprefix("recipe.")
