@@ -15,9 +15,9 @@ from optforge.progress import Progress, SilentProgress
 from optforge.spec import Report, Run
 
 
-def plan(run: Run) -> Plan:
+def plan(run: Run, *, executes: bool = True) -> Plan:
     """Orders, checks and estimates a run without loading a weight. See `optforge.plan.make`."""
-    return make(run)
+    return make(run, executes=executes)
 
 
 @dataclass(kw_only=True)

@@ -129,8 +129,11 @@ def _selected(planned: PlannedStep) -> dict[str, Json]:
     }
 
 
-def make(run: Run) -> Plan:
+def make(run: Run, *, executes: bool = True) -> Plan:
     """The plan of a run. Loads no weights and touches no device memory.
+
+    Args:
+        executes: the run will be executed here, so what it needs of this machine (a compiler) is checked too.
 
     Raises:
         UserError: everything that is wrong with the run, in one exception.
@@ -143,7 +146,7 @@ def make(run: Run) -> Plan:
     if problems or ordered is None or chosen is None:
         raise PlanError(*problems)
     target, device = chosen
-    return _Planner(run, target, device.hardware, device.backend, device.is_target).plan(ordered)
+    return _Planner(run, target, device.hardware, device.backend, device.is_target, executes=executes).plan(ordered)
 
 
 def _collect(problems: list[Problem], call: Callable[[], Any]) -> Any:
@@ -158,34 +161,32 @@ def _collect(problems: list[Problem], call: Callable[[], Any]) -> Any:
 class _Planner:
     """Walks the ordered steps over the structure on meta."""
 
-    def __init__(self, run: Run, target: Hardware, device: Hardware, backend: Backend, is_target: bool) -> None:
+    def __init__(self, run: Run, target: Hardware, device: Hardware, backend: Backend, is_target: bool, *, executes: bool) -> None:
         self.run, self.target, self.device, self.backend, self.is_target = run, target, device, backend, is_target
+        self.loaded: Loaded = run.model.source.skeleton()
+        self.executes = executes
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self.downgrades: list[Downgrade] = []
 
     def plan(self, ordered: Order) -> Plan:
-        loaded: Loaded = self.run.model.source.skeleton()
-        self.loaded = loaded
+        loaded = self.loaded
         workload = self.run.workload.source
         self.problems.extend(workload.check(loaded))
-        if self.problems:
-            raise PlanError(*self.problems)
+        sized = not self.problems  # a workload that does not suit the model cannot be traced; the steps are checked all the same
         self.load = roofline.load_of(workload, loaded.family)
         self.example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
         baseline = self._predict(loaded.module)
-        graph = self._trace()
+        graph = self._trace() if sized else Graph()
         steps = self._missing_compiler([self._lowered(step, loaded.module) for step in ordered.steps])
-        self.problems.extend(problem for step, _ in steps for problem in step.transform.check(self._context(step)))
-        if self.problems:
-            raise PlanError(*self.problems)
         planned: list[PlannedStep] = []
         for step, requested in steps:
-            result = self._apply(step, requested, ordered.moved.get(step.name), loaded.module, planned[-1].graph if planned else graph)
-            if result is None:
-                break
-            planned.append(result)
+            problems = list(step.transform.check(self._context(step)))
+            self.problems.extend(problems)
+            if not problems:
+                last = planned[-1].graph if planned else graph
+                planned.extend(self._apply(step, requested, ordered.moved.get(step.name), last))
         if self.problems:
             raise PlanError(*self.problems)
         return Plan(
@@ -219,7 +220,7 @@ class _Planner:
     def _missing_compiler(self, steps: list[tuple[Step, str]]) -> list[tuple[Step, str]]:
         """Holds the backend's preflight against the steps; a compile step with `on_missing: skip` goes, and says so."""
         compiles = [step for step, _ in steps if phase(step) is Phase.COMPILE]
-        missing = self.backend.preflight(compiles=bool(compiles))
+        missing = self.backend.preflight(compiles=bool(compiles)) if self.executes else []
         if not missing:
             return steps
         if compiles and all(step.transform.skips_when_missing for step in compiles):
@@ -239,23 +240,33 @@ class _Planner:
             example=self.example,
         )
 
-    def _apply(self, step: Step, requested: str, moved: str | None, module: nn.Module, before: Graph) -> PlannedStep | None:
+    def _apply(self, step: Step, requested: str, moved: str | None, before: Graph) -> list[PlannedStep]:
+        """The step applied to the structure; empty where it cannot be, with the reason among the problems.
+
+        After one problem the later steps are applied all the same, for the problems of their own; that one of them finds
+        nothing to change is then no news.
+        """
+        module = self.loaded.module
         receipt = _collect(self.problems, lambda: step.transform.apply(module, self._context(step)))
         if receipt is None:
-            return None
+            return []
         if not receipt.touched:
-            self.problems.append(nothing_changed(step, receipt))
-            return None
-        return PlannedStep(
-            step=step,
-            requested=requested,
-            phase=phase(step),
-            moved=moved,
-            receipt=receipt,
-            weight_bytes=weight_bytes(module),
-            predicted=self._predict(module),
-            graph=self._trace() if phase(step) < Phase.EXPORT else before,
-        )
+            if not self.problems:
+                self.problems.append(nothing_changed(step, receipt))
+            return []
+        traced = not self.problems and phase(step) < Phase.EXPORT
+        return [
+            PlannedStep(
+                step=step,
+                requested=requested,
+                phase=phase(step),
+                moved=moved,
+                receipt=receipt,
+                weight_bytes=weight_bytes(module),
+                predicted=self._predict(module),
+                graph=self._trace() if traced else before,
+            )
+        ]
 
     def _trace(self) -> Graph:
         return trace(self.loaded, self.run.workload.source, self.run.data.source, self.target)
