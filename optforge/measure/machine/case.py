@@ -1,0 +1,63 @@
+"""One operator to measure: what it is, how much it moves, and how its calls are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optforge.measure.machine.clock import Call
+from optforge.measure.machine.point import FORWARD
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An operator at one size. `make(copies)` returns that many calls, each on cold operands of its own."""
+
+    kind: str
+    name: str
+    dtype: str
+    size: tuple[int, ...]
+    detail: str = ""
+    phase: str = FORWARD
+    flops: float = 0.0
+    bytes: float
+    cold: float = 0.0
+    """Bytes of the operands that a model reads once a pass (weights, a KV cache), which are therefore cycled through; the
+    others were written just before and may be in the cache, as in a model."""
+    extra: float = 0.0
+    """Bytes that making the case takes beside its operands, at most."""
+    compiled: bool = False
+    """A program of Inductor's is called, so entering it is in the time."""
+    make: Callable[[int], list[Call]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.dtype} {'x'.join(map(str, self.size))}{' ' + self.detail if self.detail else ''}"
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values near the normal distribution's, in any dtype; integers over their whole range."""
+    if dtype in (torch.int8, torch.uint8):
+        low, high = (-127, 128) if dtype is torch.int8 else (0, 256)
+        return torch.randint(low, high, shape, dtype=dtype, device=device)
+    return torch.randn(shape, device=device).to(dtype) if dtype.itemsize == 1 else torch.randn(shape, dtype=dtype, device=device)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The last-level cache: L2 on CUDA, the highest level that Linux shows on a CPU (32 MiB where it shows none)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    sizes = [path.read_text().strip() for path in levels]
+    return max((int(size[:-1]) * {"K": 1024, "M": 1024**2}[size[-1]] for size in sizes if size), default=32 * 1024**2)
+
+
+def copies(case: Case, cache: int, *, most: int = 320) -> int:
+    """How many operands make a cycle that the cache cannot hold: three times its size."""
+    return max(1, min(most, round(3 * cache / case.cold))) if case.cold else 1

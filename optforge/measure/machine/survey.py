@@ -1,0 +1,136 @@
+"""Measures a whole machine: its peaks, its overheads, and as many points as a budget of seconds allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from optforge.measure.machine import attention, convolutions, elementwise, overheads, peaks, products
+from optforge.measure.machine.case import Case, cache_bytes, copies
+from optforge.measure.machine.clock import Clock, clock_for
+from optforge.measure.machine.point import Overheads, Peaks, Point
+
+Tell = Callable[[str], Any]
+LONGEST_S = {"cpu": 0.15, "cuda": 0.03}
+"""Cases whose call would take longer at the peaks are left out: at that size a product runs at its best rate anyway."""
+MOST_BYTES = {"cpu": 1.5e9, "cuda": 1.2e10}
+"""Cases that hold more memory are left out."""
+LEAST_SHARE = 0.25
+"""On a CPU a point whose work is less than this share of its time is left out: the rest is the launch, and its noise."""
+
+
+@dataclass(kw_only=True)
+class Survey:
+    """What was measured, and what was not."""
+
+    peaks: Peaks
+    overheads: Overheads
+    points: list[Point] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Title and reason of each case without a point."""
+    seconds: float = 0.0
+
+
+def quick(device: torch.device, tell: Tell) -> Survey:
+    """Peaks and overheads alone, in under a minute. Call it within a backend's session."""
+    begun = time.perf_counter()
+    found = peaks.peaks(device, tell)
+    tell("overheads of the host")
+    return Survey(peaks=found, overheads=overheads.overheads(device), seconds=time.perf_counter() - begun)
+
+
+def survey(device: torch.device, tell: Tell, *, budget_s: float) -> Survey:
+    """Peaks, overheads and points; the kinds of cases take turns, so that a short budget leaves some of each.
+
+    Args:
+        budget_s: seconds after which no further case begins; what is left out then is told in `left_out`.
+    """
+    begun = time.perf_counter()
+    result = quick(device, tell)
+    clock = clock_for(device)
+    direct = overheads.direct_call(device)
+    cache = cache_bytes(device)
+    count = 0
+    for case in cases(device):
+        if time.perf_counter() - begun > budget_s:
+            result.left_out.append(f"{case.title}: no time left")
+            continue
+        count += 1
+        if count % 20 == 1:
+            tell(f"operator {count}, {time.perf_counter() - begun:.0f} of at most {budget_s:.0f} s: {case.title}")
+        launch = _launch(result.overheads, direct, case, device)
+        found = _measured(case, clock, launch, result.peaks, cache, device)
+        if isinstance(found, Point):
+            result.points.append(found)
+        else:
+            result.left_out.append(f"{case.title}: {found}")
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Every case for the device, the kinds in turns."""
+    cuda = device.type == "cuda"
+    layers = (*products.LLAMA_8B, *products.LLAMA_1B, *products.SMOLLM2) if cuda else (*products.SMOLLM2, *products.LLAMA_1B[:5], *products.LLAMA_8B[1:2])
+    sources: list[Iterator[Case]] = [
+        products.products(device, layers),
+        products.classifier(device, (1, 8, 32)),
+        products.batched(device),
+        attention.prefill(device),
+        attention.decode(device),
+        elementwise.fused(device),
+        convolutions.convolutions(device),
+        elementwise.eager(device),
+        elementwise.batch_norms(device),
+        elementwise.lookups(device),
+        elementwise.updates(device),
+    ]
+    if cuda:
+        sources += [products.gradients(device, products.LLAMA_1B, (16384, 8192)), attention.backward(device)]
+    for turn in zip_longest(*sources):
+        yield from (case for case in turn if case is not None)
+
+
+def _launch(known: Overheads, direct: float, case: Case, device: torch.device) -> float:
+    """What of a case's time is launching it, and is predicted apart."""
+    if device.type == "cuda":
+        return known.captured_kernel
+    return known.compiled_region + known.compiled_kernel if case.compiled else direct
+
+
+def _measured(case: Case, clock: Clock, launch: float, known: Peaks, cache: int, device: torch.device) -> Point | str:
+    """The point, or why there is none."""
+    ideal = max(case.flops / known.flops.get(case.dtype, known.flops["fp32"]), case.bytes / known.bandwidth_bytes_per_s)
+    if ideal > LONGEST_S[device.type]:
+        return f"would take {ideal:.2g} s at the peak"
+    many = copies(case, cache)
+    if case.bytes + case.extra + many * case.cold > MOST_BYTES[device.type]:
+        many = max(1, int((MOST_BYTES[device.type] - case.bytes - case.extra) // max(case.cold, 1)))
+        if case.bytes + case.extra > MOST_BYTES[device.type]:
+            return f"needs {(case.bytes + case.extra) / 1e9:.1f} GB"
+    try:
+        with torch.no_grad():
+            timed = clock.time(case.make(many))
+    except (RuntimeError, NotImplementedError) as error:  # an operator that this build or device lacks is said, and the rest measured
+        return str(error).strip().splitlines()[0]
+    work = timed.seconds - launch
+    if work < LEAST_SHARE * timed.seconds:
+        if device.type == "cpu":
+            return "its time is that of its launch"
+        work = max(work, 0.02 * timed.seconds)
+    return Point(
+        kind=case.kind,
+        name=case.name,
+        dtype=case.dtype,
+        size=case.size,
+        detail=case.detail,
+        phase=case.phase,
+        bytes=case.bytes,
+        seconds=work,
+        spread=timed.spread,
+    )
