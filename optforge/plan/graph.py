@@ -30,7 +30,7 @@ class Value:
     """`parameter`, `buffer`, `input`, `cache` (kept from one pass to the next), `value` (made by an operator) or `gradient` (made by
     an operator, and left on a parameter)."""
     name: str = ""
-    """Dotted name of a parameter or buffer, else empty."""
+    """Dotted name of a parameter or buffer, or of the parameter that a gradient is of; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,9 @@ class Graph:
     """Tokens or items that one call of the workload processes."""
     training: bool = False
     """The graph holds a backward pass and an optimizer's update."""
+    freed: dict[int, int] = field(default_factory=dict)
+    """Value -> how many operators had run when the last reference to it went, as the model's own code and autograd let go of it
+    when run eagerly. What is not in here lived to the end; empty in a graph made by hand."""
     prompt: Graph | None = None
     """Decode: the pass over the prompt, which is not timed but needs memory."""
     notes: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ operator, before PyTorch picks an implementation, since on meta it would pick th
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -74,6 +75,7 @@ def _record(module: nn.Module, call: Any, kept: Iterable[Tensor]) -> g.Graph:
             where = f" in {recorder.path}" if recorder.path else ""
             recorder.graph.unknown = f"the model cannot be followed on meta tensors{where}: {str(error).strip().splitlines()[0]}"
             log.info("trace ended early", exc_info=error)
+    recorder.close()
     return recorder.graph
 
 
@@ -85,7 +87,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         self.graph = g.Graph()
         self.path = ""
         self._module = module
-        self._alive: list[Any] = []  # storages, so that no key is given twice
+        self._living: dict[int, tuple[int, Any]] = {}  # address of a storage -> its key, and what tells when it dies
         self._constants = _Constants()
         for name, parameter in module.named_parameters():
             self.value(parameter, "parameter", name)
@@ -115,11 +117,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
     def value(self, tensor: Tensor, role: str, name: str = "") -> int:
         """The key of the tensor's storage, which is registered on first sight."""
         storage = tensor.untyped_storage()
-        key: int = storage._cdata
-        if key not in self.graph.values:
-            self._alive.append(storage)
+        address = storage._cdata
+        if address not in self._living:
+            key = len(self.graph.values)
             self.graph.values[key] = g.Value(key=key, bytes=storage.nbytes(), role=role, name=name)
-        return key
+            self._living[address] = key, weakref.ref(storage, lambda _: self._died(address))
+        return self._living[address][0]
+
+    def _died(self, address: int) -> None:
+        """Notes when the last reference to a storage went, as it would on the device; the address may be given out anew."""
+        key, _ = self._living.pop(address)
+        self.graph.freed[key] = len(self.graph.operators)
+
+    def close(self) -> None:
+        """Stops listening: what dies from now on lived to the end of the pass."""
+        self._living.clear()
 
     def add(self, operator: g.Operator) -> None:
         self.graph.operators.append(operator)
@@ -135,10 +147,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         """Marks what outlives the pass."""
         outputs = [leaf for leaf in tree_leaves(_plain(result)) if isinstance(leaf, Tensor)]
         self.graph.outputs = tuple(dict.fromkeys(self.value(tensor, "value") for tensor in outputs))
-        for parameter in self._module.parameters():
+        for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
                 key = self.value(parameter.grad, "gradient")
-                self.graph.values[key] = g.Value(key=key, bytes=self.graph.values[key].bytes, role="gradient")
+                self.graph.values[key] = g.Value(key=key, bytes=self.graph.values[key].bytes, role="gradient", name=name)
                 self.graph.training = True
 
     def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
