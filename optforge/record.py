@@ -19,6 +19,10 @@ from optforge.report import store
 from optforge.spec import Hardware, Json, Report
 
 
+ELSEWHERE = ("hardware", "trust")
+"""Parts of the resolved run that a report's settings leave out: the target's facts stand in `target`, and trust is never stored."""
+
+
 class Record:
     """Holds one run's report and puts it into the run's folder, if there is one."""
 
@@ -83,7 +87,7 @@ def _new(plan: Plan, folder: Path | None) -> Report:
             "limits": dict(spec.recipe.limits),
             "source": spec.recipe.source,
         },
-        target=_facts(plan.target),
+        target={**_facts(plan.target), "price_per_hour": spec.hardware.price_per_hour, "currency": spec.hardware.currency},
         device={**_facts(plan.device), "is_target": plan.is_target},
         model=plan.model,
         data={"name": spec.data.name, "kind": spec.data.kind, **dict(spec.data.options)},
@@ -94,6 +98,7 @@ def _new(plan: Plan, folder: Path | None) -> Report:
         warnings=list(plan.warnings),
         environment=environment.collect(plan.backend),
         command=spec.command,
+        settings={key: value for key, value in spec.resolved.items() if key not in ELSEWHERE},
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
         folder=str(folder) if folder else "",
     )

@@ -42,6 +42,10 @@ class Hardware:
     """Devices of one machine that `link` joins; None where nobody said how many there are."""
     shared_memory_bytes: int | None = None
     fp8_format: str | None = None
+    price_per_hour: float | None = None
+    """What an hour of it costs, all devices of a run together: the user's own figure; None is shipped."""
+    currency: str | None = None
+    """Of the price, in the user's own words."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -309,6 +313,8 @@ class Report:
     artifact: dict[str, Json] | None = None
     environment: dict[str, Json] = field(default_factory=dict)
     command: str = ""
+    settings: dict[str, Json] = field(default_factory=dict)
+    """The resolved run, as in run.yaml, without the hardware's facts, which stand in `target`."""
     started: str = ""
     seconds: float | None = None
     error: dict[str, Json] | None = None

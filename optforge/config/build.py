@@ -170,7 +170,7 @@ def _wrong_figures(profile: spec.Hardware, sources: Sources) -> list[Problem]:
     figures = {f"peak_flops.{dtype}": peak for dtype, peak in profile.peak_flops.items()}
     figures |= {
         key: getattr(profile, key)
-        for key in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "devices", "shared_memory_bytes")
+        for key in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "devices", "shared_memory_bytes", "price_per_hour")
     }
     return problems + [
         Problem(where=sources.where(f"hardware.{key}"), what=f"must be above 0, got {figure}", fix="leave out what is unknown or absent")
