@@ -7,21 +7,33 @@ A user who asks for fp8 on an A100 should learn in the same breath that int8 has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from optforge.errors import Problem, UserError
 from optforge.measure.utilization import CUDA_UNITS, compute_capability, has_units, peak
-from optforge.plan.operations import Example, Load, linear_shape
-from optforge.plan.roofline import predict, product_dtype, speedup
+from optforge.plan.graph import Graph
+from optforge.plan.price import product_dtype
+from optforge.plan.roofline import CAPTURED, predict, speedup
 from optforge.spec import Hardware, Json, Scheme, Step
 from optforge.transforms.base import Lowered
 from optforge.transforms.quantize import SCHEMES
 from optforge.transforms.quantize.survey import survey
 
+if TYPE_CHECKING:
+    from optforge.plan.calibration import Calibration
+
 
 def alternatives(
-    step: Step, module: nn.Module, load: Load, hardware: Hardware, *, dtype: str, example: Example | None = None
+    step: Step,
+    module: nn.Module,
+    graph: Graph,
+    hardware: Hardware,
+    *,
+    dtype: str,
+    mode: str = CAPTURED,
+    calibration: Calibration | None = None,
 ) -> list[dict[str, Json]]:
     """The options that `hardware` runs as written in place of `step`, the one with the highest predicted speedup first.
 
@@ -33,20 +45,22 @@ def alternatives(
     Args:
         step: the quantize step that the target cannot run as written.
         module: the model before the step; meta will do.
+        graph: its traced pass.
+        dtype: the run's dtype, `fp32`, `fp16` or `bf16`.
+        mode: how the recipe runs, see `roofline.predict`.
+        calibration: what kernels reach on the target, if that is known.
     """
-    if step.kind != "quantize":
-        return []
-    linears = _linears(step, module)
+    linears = _linears(step, module) if step.kind == "quantize" else {}
     if not linears:
         return []
-    before = predict(module, load, hardware, dtype=dtype, example=example)
     asked = step.use.partition("/")[2]
+    before = predict(graph, hardware, mode=mode, calibration=calibration)
     found: list[dict[str, Json]] = []
     for option, scheme in SCHEMES.items():
         if option == asked or (scheme.activation_dtype and not has_units(hardware, scheme.activation_dtype)):
             continue
         schemes = {name: scheme for name, linear in linears.items() if _fits(linear, scheme)}
-        after = predict(module, load, hardware, dtype=dtype, schemes=schemes, example=example)
+        after = predict(graph, hardware, mode=mode, schemes=schemes, calibration=calibration)
         found.append(
             {
                 "use": f"quantize/{option}",
@@ -95,6 +109,16 @@ def _fits(linear: nn.Module, scheme: Scheme) -> bool:
     """Whether the groups of the scheme divide the layer's inputs."""
     shape = linear_shape(linear)
     return shape is not None and (scheme.group_size is None or shape[0] % scheme.group_size == 0)
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer: nn.Linear with all subclasses, and transformers' Conv1D (a transposed linear)."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and isinstance(module.weight, Tensor) and module.weight.dim() == 2:
+        inputs, outputs = module.weight.shape
+        return int(inputs), int(outputs)
+    return None
 
 
 def _note(hardware: Hardware, scheme: Scheme, dtype: str) -> str:

@@ -213,9 +213,8 @@ class _Flow:
                     self.sources[number].add(made)
                     self.readers[made].add(number)
                     self.maker[number, access.key] = made
-                if readers[access.key] and readers[access.key][-1] != number:
-                    if access.bytes > SHARED_BYTES:
-                        self.sharing[number].append(readers[access.key][-1])
+                if readers[access.key] and readers[access.key][-1] != number and access.bytes > SHARED_BYTES:
+                    self.sharing[number].append(readers[access.key][-1])
                 readers[access.key].append(number)
             for access in operator.writes:
                 self.sources[number].update(readers.pop(access.key, ()))
@@ -244,7 +243,7 @@ def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access]
         name=first.name if len(operators) == 1 else f"{first.name} + {len(operators) - 1}",
         module=chief.module,
         phase=first.phase,
-        dtype=chief.dtype if len(operators) == 1 else operators[-1].dtype,
+        dtype=_dtype(operators),
         size=chief.size,
         detail=first.detail if len(operators) == 1 else "",
         flops=sum(operator.flops for operator in operators),
@@ -258,6 +257,15 @@ def _kind(operators: Sequence[Operator]) -> str:
     if len(operators) == 1:
         return operators[0].kind
     return REDUCTION if REDUCTION in kinds else "pointwise"
+
+
+def _dtype(operators: Sequence[Operator]) -> str:
+    """Of a merged kernel the narrow dtype that it rounds to, else that of the last operator over the whole loop."""
+    if len(operators) == 1:
+        return operators[0].dtype
+    narrow = [operator.dtype for operator in operators if operator.dtype in ("fp8", "int8")]
+    most = max(_elements(operator) for operator in operators)
+    return narrow[-1] if narrow else next(operator.dtype for operator in reversed(operators) if _elements(operator) == most)
 
 
 def _moved(graph: Graph, accesses: Iterable[Access]) -> float:

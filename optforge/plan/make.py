@@ -12,7 +12,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 from optforge import config
 from optforge.backends.base import Backend
@@ -174,12 +173,10 @@ class _Planner:
         workload = self.run.workload.source
         self.problems.extend(workload.check(loaded))
         sized = not self.problems  # a workload that does not suit the model cannot be traced; the steps are checked all the same
-        self.load = roofline.load_of(workload, loaded.family)
         self.example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
-        baseline = self._predict(loaded.module)
         graph = self._trace() if sized else Graph()
-        steps = self._missing_compiler([self._lowered(step, loaded.module) for step in ordered.steps])
+        steps = self._missing_compiler([self._lowered(step, graph) for step in ordered.steps])
         planned: list[PlannedStep] = []
         for step, requested in steps:
             problems = list(step.transform.check(self._context(step)))
@@ -198,19 +195,19 @@ class _Planner:
             steps=planned,
             weight_bytes=before,
             model=_model(self.run, loaded),
-            predicted_baseline=baseline,
+            predicted_baseline=self._predict(graph),
             graph=graph,
             loaded=loaded,
             downgrades=self.downgrades,
             warnings=self.warnings,
         )
 
-    def _lowered(self, step: Step, module: nn.Module) -> tuple[Step, str]:
+    def _lowered(self, step: Step, graph: Graph) -> tuple[Step, str]:
         """The step as it runs on the target, and the option as written; a downgrade is recorded or refused."""
         lowered = step.transform.lower(self.target)
         if lowered is None:
             return step, step.use
-        ranked = alternatives.alternatives(step, module, self.load, self.target, dtype=self.dtype, example=self.example)
+        ranked = alternatives.alternatives(step, self.loaded.module, graph, self.target, dtype=self.dtype)
         runs_as = f"{step.kind}/{lowered.runs_as}"
         if self.run.downgrade == "forbid":
             self.problems.append(alternatives.refusal(step, lowered, self.target, ranked))
@@ -254,7 +251,7 @@ class _Planner:
             if not self.problems:
                 self.problems.append(nothing_changed(step, receipt))
             return []
-        traced = not self.problems and phase(step) < Phase.EXPORT
+        graph = self._trace() if not self.problems and phase(step) < Phase.EXPORT else before
         return [
             PlannedStep(
                 step=step,
@@ -263,16 +260,17 @@ class _Planner:
                 moved=moved,
                 receipt=receipt,
                 weight_bytes=weight_bytes(module),
-                predicted=self._predict(module),
-                graph=self._trace() if traced else before,
+                predicted=self._predict(graph),
+                graph=graph,
             )
         ]
 
     def _trace(self) -> Graph:
         return trace(self.loaded, self.run.workload.source, self.run.data.source, self.target)
 
-    def _predict(self, module: nn.Module) -> dict[str, Json]:
-        return asdict(roofline.predict(module, self.load, self.target, dtype=self.dtype, example=self.example))
+    def _predict(self, graph: Graph) -> dict[str, Json]:
+        """The bound, however the recipe launches its kernels."""
+        return asdict(roofline.predict(graph, self.target, mode=roofline.CAPTURED))
 
     @property
     def dtype(self) -> str:

@@ -1,76 +1,74 @@
-"""Predicts the time of a workload on hardware that need not be there: the roofline of its published peaks.
+"""Predicts the time of a workload on hardware that need not be there, kernel by kernel.
 
-Each operation takes the longest of its arithmetic at the dense peak, its bytes at the memory bandwidth, and one kernel
-launch; operations follow one another. No efficiency factor is applied, so the result is an upper bound on speed: no
-implementation beats it, good ones come near it (the share is MFU or MBU). It is always labelled `predicted`. Method:
-Williams, Waterman, Patterson, Roofline, CACM 2009.
+Each kernel of the traced graph takes its roofline at the published peaks (`price`), divided by the efficiency that such
+kernels were measured to reach where there is a calibration; the host adds what it takes to launch them. Without a
+calibration the result is an upper bound on speed: good implementations come near it. It is always labelled `predicted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import nn
+from optforge.measure.utilization import mbu, mfu
+from optforge.plan.fusion import kernels
+from optforge.plan.graph import UNKNOWN, Graph, Kernel
+from optforge.plan.price import LAUNCH
+from optforge.plan.schemes import with_schemes
+from optforge.plan.summary import Priced, Row, alike, largest, rows, top
+from optforge.spec import DTYPES, Hardware, Json, Scheme
 
-from optforge.measure.size import weight_bytes
-from optforge.measure.utilization import peak
-from optforge.plan.operations import Counted, Example, Load, Operation, cache_bytes, count, sized_for
-from optforge.spec import Hardware, Json, Scheme
+if TYPE_CHECKING:
+    from optforge.plan.calibration import Band, Calibration
 
 BASIS = "roofline at the published peaks, an upper bound on speed"
 
-LAUNCH_US = {"nvidia": 2.0, "amd": 2.0}
-"""Shortest time of one kernel inside a captured graph, microseconds. Our assumption, below the 2.5 us that one RMS norm took
-in a captured graph on an H200 (docs/hardware.md). Devices that run one compiled program (XLA, CPU) are charged none."""
+EAGER, COMPILED, CAPTURED = "eager", "compiled", "captured"
+"""Modes: each operator launched by itself; merged by a compiler; merged, and replayed from a captured graph."""
 
-EAGER_LAUNCH_US = 5.0
-"""The same where the host launches every kernel. Our assumption: CUDA launches take the host 4 to 6 us."""
+HOST_US = {"nvidia": 5.0, "amd": 5.0}
+"""Time of the host to launch one kernel, without a calibration. Our assumption: CUDA launches take the host 4 to 6 us."""
 
-FALLBACK = {"bf16": ("fp16",), "fp16": ("bf16",), "fp32": ("bf16",)}
-"""What multiplies in place of a run dtype that the hardware has no peak for: T4 has no bf16; TPUs have bf16 alone, and XLA's
-default precision for fp32 products there is one bf16 pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One kind of operation in one call of the workload."""
-
-    kind: str
-    dtype: str
-    """Dtype of the products; `none` for look-ups."""
-    count: int
-    """Kernels."""
-    flops: float
-    bytes: float
-    latency_ms: float | None
-    bound: str | None
-    """`memory`, `arithmetic` or `launch`."""
+BEHIND = ("nvidia", "amd")
+"""Backends whose devices run behind the host, so that only the slower of the two counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one call of a workload would take on a target at its published peaks. None means unknown."""
+    """What one call of a workload would take on a target. None means unknown."""
 
     label: str = "predicted"
     basis: str = BASIS
     hardware: str
+    mode: str
     known: bool
     reason: str | None = None
-    """Why there is no time: what the profile lacks, or which size is unknown."""
+    """Why there is no time: what the profile lacks, or why the graph is not whole."""
+    partial: bool = False
+    """`latency_ms` is a lower bound: the work of some operators, which `notes` names, is unknown."""
     latency_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    """Ends of the error band: nine of ten predictions of such workloads were no farther off."""
+    band: Band | None = None
+    """How far predictions were from measurements; None without a calibration."""
+    ideal_ms: float | None = None
+    """All kernels at the published peaks, without launches: no implementation by these kernels is faster."""
     tokens_per_s: float | None = None
     items_per_s: float | None = None
+    mfu: float | None = None
+    """Share of the peak of the run's dtype; causal attention counts the half that is needed."""
+    mbu: float | None = None
+    """Share of the memory bandwidth that weights and KV cache, each read once a pass, need."""
     bound: str | None = None
-    """What most of the time goes to: `memory`, `arithmetic` or `launch`."""
+    """What most of the time goes to: `memory`, `arithmetic`, `launch` (the host, or kernels too small) or `links`."""
     arithmetic_ms: float | None = None
     """All arithmetic at the peak of its dtype, were it the only limit."""
     memory_ms: float | None = None
     """All bytes at the memory bandwidth, were it the only limit."""
     launch_ms: float | None = None
-    """All kernels at `launch_us` each, were it the only limit."""
-    launch_us: float | None = None
+    """Time of the host, were it the only limit; in a captured graph, and on devices with one program, the gaps between kernels."""
     kernels: int | None = None
     flops: float | None = None
     bytes: float | None = None
@@ -79,70 +77,46 @@ class Prediction:
     fits: bool | None = None
     """Whether weights and KV cache are within the memory. Activations and the runtime come on top, so True promises little."""
     rows: list[Row] = field(default_factory=list)
+    top: list[dict[str, Json]] = field(default_factory=list)
+    """The costliest kernels, equal ones together: name, module (numbers as `*`), count, share of the kernels' time, latency_ms,
+    bound, flops, bytes."""
     notes: list[str] = field(default_factory=list)
 
 
-def load_of(workload: Any, family: str | None = None) -> Load:
-    """The size of a configured workload (`forward`, `prefill`, `decode`) from its fields.
-
-    Args:
-        workload: the checked dataclass.
-        family: the model's family; `module` runs its example as it is, whatever the batch size says.
-
-    Raises:
-        TypeError: a workload of another kind, whose size nobody declared here.
-    """
-    kind, batch = str(workload.kind), int(workload.batch_size)
-    if kind == "decode":
-        return Load(kind=kind, batch=batch, context=int(workload.context), forwards=int(workload.new_tokens))
-    if kind == "prefill":
-        return Load(kind=kind, batch=batch, tokens_per_call=int(workload.prompt_tokens))
-    if kind == "forward":
-        return Load(kind=kind, batch=None if family == "module" else batch, tokens_per_call=int(workload.sequence))
-    raise TypeError(f"the roofline does not know workloads of kind {kind!r}")
-
-
 def predict(
-    module: nn.Module,
-    load: Load,
+    graph: Graph,
     hardware: Hardware,
     *,
-    dtype: str,
+    mode: str,
+    regions: Sequence[str] = ("",),
     schemes: Mapping[str, Scheme] | None = None,
-    example: Example | None = None,
-    captured: bool = True,
+    collectives: Sequence[Kernel] = (),
+    calibration: Calibration | None = None,
+    band: Band | None = None,
 ) -> Prediction:
-    """The time of one call of the workload on `hardware`, from the module tree alone.
+    """The time of one call of the traced workload on `hardware`.
 
     Args:
-        module: the model as it would run, quantized or not, on meta or real; weights are not read.
-        load: the workload's size.
+        graph: one pass, from `plan.trace`; `graph.passes` of them make a call.
         hardware: the target's profile.
-        dtype: the run's dtype, `fp32`, `fp16` or `bf16`.
-        schemes: module name -> scheme that it would have, in place of the one it has.
-        example: one forward pass's arguments, for models whose sizes do not follow from tokens (convolutions).
-        captured: kernels are replayed from a captured graph; otherwise the host launches each.
+        mode: `eager`, `compiled`, or `captured` (compiled, and replayed from a captured graph).
+        regions: dotted paths of the modules that are compiled, each by itself; `""` is the whole model.
+        schemes: path of a linear -> the scheme that it would have, to ask what quantizing would bring without doing it.
+        collectives: communication of one pass, kernels of kind `collective` with their bytes on the wire. It is added to the rest:
+            none of it is taken to overlap with arithmetic.
+        calibration: measured efficiencies and overheads; None predicts the bound.
+        band: how far predictions of such workloads were off, from the calibration.
     """
-    load = sized_for(load, module, example)
-    counted = count(module, load, dtype=dtype, schemes=schemes, example=example)
-    priced = [_price(operation, hardware, dtype, captured) for operation in counted.operations]
-    rows = _rows(priced, load.forwards)
-    weights, cache = weight_bytes(module) if schemes is None else None, cache_bytes(module, load, dtype)
-    needed = None if weights is None else weights + (cache or 0)
-    sized = Prediction(
-        hardware=hardware.name,
-        known=False,
-        reason=_unknown(counted, priced, hardware),
-        kernels=sum(row.count for row in rows),
-        flops=sum(row.flops for row in rows),
-        bytes=sum(row.bytes for row in rows),
-        weight_bytes=weights,
-        kv_cache_bytes=cache,
-        fits=needed <= hardware.memory_bytes if needed is not None and hardware.memory_bytes else None,
-        rows=rows,
-        notes=counted.notes + sorted({item.note for item in priced if item.note}),
-    )
-    return sized if sized.reason else _timed(sized, priced, load, _launch_us(hardware, captured))
+    assert mode in (EAGER, COMPILED, CAPTURED), mode
+    asked = with_schemes(graph, schemes, hardware) if schemes else graph
+    listed = [*kernels(asked, compiled=mode != EAGER, regions=regions), *collectives]
+    priced = alike(listed, hardware, () if mode == EAGER else regions, calibration)
+    sized = _sized(asked, priced, hardware, mode)
+    if sized.reason:
+        return sized
+    timed = _timed(sized, asked, priced, _costs(hardware, mode, calibration), len(regions))
+    timed = _with_shares(timed, asked, priced, hardware)
+    return timed if calibration is None else _with_source(timed, priced, calibration, band)
 
 
 def speedup(before: Prediction | Mapping[str, Json], after: Prediction | Mapping[str, Json]) -> float | None:
@@ -152,116 +126,127 @@ def speedup(before: Prediction | Mapping[str, Json], after: Prediction | Mapping
 
 
 @dataclass(frozen=True)
-class _Priced:
-    """An operation with its three limits, in seconds; None where the profile lacks the figure."""
+class _Costs:
+    """Seconds beside the kernels' own, in one mode on one device."""
 
-    operation: Operation
-    dtype: str
-    arithmetic: float | None
-    memory: float | None
-    launch: float
-    note: str | None
-
-    @property
-    def known(self) -> bool:
-        return self.arithmetic is not None and self.memory is not None
-
-    @property
-    def seconds(self) -> float:
-        return max(self.arithmetic or 0.0, self.memory or 0.0, self.launch)
-
-    @property
-    def bound(self) -> str:
-        limits = {"memory": self.memory or 0.0, "arithmetic": self.arithmetic or 0.0, "launch": self.launch}
-        return max(limits, key=lambda name: limits[name])
+    eager_kernel: float = 0.0
+    """Of the host, for each kernel outside of a compiled region."""
+    compiled_kernel: float = 0.0
+    region: float = 0.0
+    gap: float = 0.0
+    """Of the device, for each kernel."""
+    behind: bool = False
+    """The device runs behind the host: only the slower of the two counts."""
 
 
-def product_dtype(hardware: Hardware, scheme: Scheme | None, dtype: str) -> str | None:
-    """The dtype in which `hardware` multiplies: the scheme's activations where it has units for them, else the run's dtype.
-
-    Weight-only schemes, and schemes whose units are missing, multiply in the run's dtype (or its `FALLBACK`). None where the
-    profile has no peak for any of them.
-    """
-    wanted = [scheme.activation_dtype] if scheme and scheme.activation_dtype else []
-    return next((name for name in (*wanted, dtype, *FALLBACK.get(dtype, ())) if peak(hardware, name) is not None), None)
-
-
-def _price(operation: Operation, hardware: Hardware, dtype: str, captured: bool) -> _Priced:
-    bandwidth = hardware.bandwidth_bytes_per_s
-    memory = operation.bytes / bandwidth if bandwidth else None
-    launch = _launch_us(hardware, captured) * 1e-6
-    if not operation.flops:
-        return _Priced(operation, "none", 0.0, memory, launch, None)
-    product = product_dtype(hardware, operation.scheme, dtype)
-    limit = peak(hardware, product) if product else None
-    if limit is None:
-        return _Priced(operation, dtype, None, memory, launch, None)
-    asked = operation.scheme.activation_dtype if operation.scheme else None
-    note = None
-    if product != (asked or dtype):
-        note = f"{hardware.name} has no {asked or dtype} matrix units: those products are counted at its {product} peak"
-    return _Priced(operation, str(product), operation.flops / limit, memory, launch, note)
+def _costs(hardware: Hardware, mode: str, calibration: Calibration | None) -> _Costs:
+    """A captured graph is launched at once, and XLA runs a whole pass as one program: there the host launches no kernel."""
+    behind = hardware.backend in BEHIND
+    if hardware.backend == "xla":
+        return _Costs()
+    if calibration is None:
+        host = HOST_US.get(hardware.backend, 0.0) * 1e-6
+        return _Costs(eager_kernel=host, compiled_kernel=0.0 if mode == CAPTURED else host, behind=behind)
+    known = calibration.overheads
+    return _Costs(
+        eager_kernel=known.eager_operator,
+        compiled_kernel=0.0 if mode == CAPTURED else known.compiled_kernel,
+        region={EAGER: 0.0, COMPILED: known.compiled_region, CAPTURED: known.compiled_region + known.call}[mode],
+        gap=known.captured_kernel,
+        behind=behind,
+    )
 
 
-def _launch_us(hardware: Hardware, captured: bool) -> float:
-    launched = LAUNCH_US.get(hardware.backend)
-    return 0.0 if launched is None else launched if captured else EAGER_LAUNCH_US
+def _sized(graph: Graph, priced: Sequence[Priced], hardware: Hardware, mode: str) -> Prediction:
+    """All that does not depend on the time, and the reason where there is none."""
+    known = all(item.price.missing is None for item in priced)
+    weights, cache = graph.bytes_of("parameter", "buffer"), graph.bytes_of("cache") or None
+    needed = weights + (cache or 0)
+    unknown = list(dict.fromkeys(f"{item.name} ({item.why})" if item.why else item.name for item in graph.unknown_operators()))
+    partial = [f"the time is a lower bound: the work of {', '.join(unknown)} is unknown"] if unknown else []
+    return Prediction(
+        hardware=hardware.name,
+        mode=mode,
+        known=False,
+        reason=_unknown(graph, priced, hardware),
+        partial=bool(unknown),
+        kernels=graph.passes * sum(item.count for item in priced),
+        flops=graph.passes * sum(item.count * item.kernel.flops for item in priced),
+        bytes=graph.passes * sum(item.count * item.kernel.bytes for item in priced),
+        weight_bytes=weights,
+        kv_cache_bytes=cache,
+        fits=needed <= hardware.memory_bytes if hardware.memory_bytes else None,
+        rows=rows(priced, graph.passes),
+        top=top(priced, graph.passes) if known else [],
+        notes=[*graph.notes, *partial, *sorted({item.price.note for item in priced if item.price.note})],
+    )
 
 
-def _unknown(counted: Counted, priced: list[_Priced], hardware: Hardware) -> str | None:
+def _unknown(graph: Graph, priced: Sequence[Priced], hardware: Hardware) -> str | None:
     """Why no time can be predicted, or None."""
-    if counted.unknown:
-        return counted.unknown
-    if not priced:
+    if graph.unknown:
+        return graph.unknown
+    if not any(item.kernel.kind != UNKNOWN for item in priced):
         return "the model has no operation that the roofline knows"
     if not hardware.peak_flops and not hardware.bandwidth_bytes_per_s:
         return f"the profile {hardware.name} has no published peaks"
-    if not hardware.bandwidth_bytes_per_s:
-        return f"the profile {hardware.name} has no memory bandwidth"
-    missing = sorted({item.dtype for item in priced if not item.known})
-    return f"the profile {hardware.name} has no peak for {', '.join(missing)} products" if missing else None
+    missing = sorted({item.price.missing for item in priced if item.price.missing})
+    return f"the profile {hardware.name} has {'; '.join(missing)}" if missing else None
 
 
-def _timed(sized: Prediction, priced: list[_Priced], load: Load, launch_us: float) -> Prediction:
+def _timed(sized: Prediction, graph: Graph, priced: Sequence[Priced], costs: _Costs, regions: int) -> Prediction:
     """The prediction with its times."""
-    seconds = load.forwards * sum(item.seconds for item in priced)
-    items = load.forwards * (load.batch or 1)
+    gaps = costs.gap * sum(item.count for item in priced)
+    host = costs.region * regions + sum(item.count * (costs.eager_kernel if item.eager else costs.compiled_kernel) for item in priced)
+    device = gaps + sum(item.seconds for item in priced)
+    waits = costs.behind and host > device
+    seconds = graph.passes * (max(device, host) if costs.behind else device + host)
+    rate = graph.units / seconds
     return replace(
         sized,
         known=True,
         latency_ms=1e3 * seconds,
-        tokens_per_s=items * load.tokens_per_call / seconds if load.sequence else None,
-        items_per_s=None if load.sequence else items / seconds,
-        bound=_largest(priced),
-        arithmetic_ms=1e3 * load.forwards * sum(item.arithmetic or 0.0 for item in priced),
-        memory_ms=1e3 * load.forwards * sum(item.memory or 0.0 for item in priced),
-        launch_ms=1e-3 * load.forwards * len(priced) * launch_us,
-        launch_us=launch_us,
+        ideal_ms=1e3 * graph.passes * sum(item.count * item.price.ideal for item in priced),
+        tokens_per_s=rate if graph.unit == "tokens" else None,
+        items_per_s=rate if graph.unit == "items" else None,
+        bound=LAUNCH if waits else largest(priced, gaps if costs.behind else gaps + host),
+        arithmetic_ms=1e3 * graph.passes * sum(item.count * (item.price.arithmetic or 0.0) for item in priced),
+        memory_ms=1e3 * graph.passes * sum(item.count * (item.price.memory or 0.0) for item in priced),
+        launch_ms=1e3 * graph.passes * (host + gaps),
     )
 
 
-def _largest(priced: Iterable[_Priced]) -> str:
-    """The limit that most of the time goes to."""
-    spent: dict[str, float] = {}
-    for item in priced:
-        spent[item.bound] = spent.get(item.bound, 0.0) + item.seconds
-    return max(spent, key=lambda name: spent[name])
+def _with_shares(timed: Prediction, graph: Graph, priced: Sequence[Priced], hardware: Hardware) -> Prediction:
+    """Adds the shares of the hardware's peaks, as a run counts them."""
+    assert timed.latency_ms is not None
+    seconds = timed.latency_ms / 1e3
+    dtype = _run_dtype(priced)
+    needed = graph.passes * _fewest_bytes(graph)
+    return replace(timed, mfu=mfu(timed.flops, seconds, hardware, dtype) if dtype else None, mbu=mbu(needed, seconds, hardware))
 
 
-def _rows(priced: list[_Priced], forwards: int) -> list[Row]:
-    """Operations of one kind and product dtype together, over all forward passes of a call."""
-    groups: dict[tuple[str, str], list[_Priced]] = {}
-    for item in priced:
-        groups.setdefault((item.operation.kind, item.dtype), []).append(item)
-    return [
-        Row(
-            kind=kind,
-            dtype=dtype,
-            count=len(items) * forwards,
-            flops=forwards * sum(item.operation.flops for item in items),
-            bytes=forwards * sum(item.operation.bytes for item in items),
-            latency_ms=1e3 * forwards * sum(item.seconds for item in items) if all(item.known for item in items) else None,
-            bound=_largest(items) if all(item.known for item in items) else None,
-        )
-        for (kind, dtype), items in groups.items()
-    ]
+def _run_dtype(priced: Sequence[Priced]) -> str | None:
+    """The dtype that the model runs in: that of most unquantized arithmetic."""
+    spent = {dtype: sum(item.count * item.kernel.flops for item in priced if item.kernel.dtype == dtype) for dtype in DTYPES}
+    return max(spent, key=lambda dtype: spent[dtype]) if any(spent.values()) else None
+
+
+def _fewest_bytes(graph: Graph) -> float:
+    """Bytes of weights, buffers and KV cache that one pass reads or writes, each at most once."""
+    kept = {key: value.bytes for key, value in graph.values.items() if value.role in ("parameter", "buffer", "cache")}
+    touched: dict[int, float] = {}
+    for operator in graph.operators:
+        for access in (*operator.reads, *operator.writes):
+            if access.key in kept:
+                touched[access.key] = touched.get(access.key, 0.0) + access.bytes
+    return sum(min(size, kept[key]) for key, size in touched.items())
+
+
+def _with_source(timed: Prediction, priced: Sequence[Priced], calibration: Calibration, band: Band | None) -> Prediction:
+    """Says where the figures come from and what was never measured, and adds the error band."""
+    notes = [*timed.notes, *calibration.unmeasured(item.kernel for item in priced if item.kernel.kind != UNKNOWN)]
+    timed = replace(timed, basis=calibration.told(), notes=notes)
+    if band is None or timed.latency_ms is None:
+        return timed
+    low, high = timed.latency_ms * max(0.0, 1 - band.p90_error), timed.latency_ms * (1 + band.p90_error)
+    return replace(timed, band=band, low_ms=low, high_ms=high)
