@@ -145,13 +145,19 @@ class CpuBackend:
         return {
             "cpu": _cpu_name(),
             "threads": torch.get_num_threads(),
-            "isa": [flag for flag in ISA_FLAGS if flag in _cpuinfo("flags", "Features").split()],
+            "isa": isa(),
             "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]  # torch ships it untyped
             "compiler": compiler.version,
             "governor": _governor(),
             "process_memory_counter": self._peak.method,
         }
+
+
+def isa() -> list[str]:
+    """The instruction sets of `ISA_FLAGS` that this CPU has."""
+    present = _cpuinfo("flags", "Features").split()
+    return [flag for flag in ISA_FLAGS if flag in present]
 
 
 def physical_threads() -> int:

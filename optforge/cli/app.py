@@ -175,6 +175,33 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         raise typer.Exit(doctor_command(as_json=as_json))
 
 
+hardware = typer.Typer(help="Measure this machine.", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app.add_typer(hardware, name="hardware")
+
+
+@hardware.command("measure")
+def measure(
+    *,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", metavar="", help="Measure single operators too (minutes), for predictions on this machine.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the peaks of this machine's device, and print them as a profile: optforge hardware measure > mine.yaml.
+
+    hardware=./mine.yaml takes the file, here and elsewhere; hardware=auto takes what was measured here from the cache.
+    """
+    with guard(debug=debug):
+        from optforge.cli.hardware import measure_command
+
+        measure_command(calibrate=calibrate)
+
+
+@hardware.callback()
+def _hardware() -> None:
+    """A callback keeps `measure` a sub-command."""
+
+
 @app.command("version")
 def version() -> None:
     """Print the version."""

@@ -264,6 +264,8 @@ class _Rewriter:
         if group == "recipe":
             self.chosen.append(store.register_recipe(name, cwd=self._cwd))
             return self.chosen[-1]
+        if group == "hardware" and (recipes.is_path(name) or store.file_of(name)):
+            return store.register_hardware(name, cwd=self._cwd)
         known = self._known(group)
         if name in known:
             return name

@@ -25,6 +25,8 @@ ABOVE_ZERO = ("tokens", "window", "items", "min_rounds", "max_s", "budget_s", "s
 
 PEAKS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4", "int4")
 """Product dtypes that a hardware profile may give a peak for."""
+LEAST_RATE = 1e6
+"""Peaks and bandwidths below are mistakes of unit (4.8 for 4.8 TB/s)."""
 BACKENDS_TO_COME = ("amd", "xla")
 """Backends that shipped profiles name, and that plan and predict without an adapter."""
 
@@ -186,7 +188,16 @@ def hardware(name: str) -> spec.Hardware:
         ConfigError: there is none; near names are given.
     """
     path = paths.option_file("hardware", name)
-    return _hardware(paths.defaults_of(path), Sources(files={"hardware": str(path)}))
+    return profile(paths.defaults_of(path), str(path))
+
+
+def profile(node: Json, where: str) -> spec.Hardware:
+    """The profile that a file holds, checked as strictly as one on the command line.
+
+    Raises:
+        ConfigError: an unknown key, or a value that no device has; `where` names the file.
+    """
+    return _hardware(node, Sources(files={"hardware": where}))
 
 
 def _section(cls: type, name: str, tree: Mapping[str, Json], sources: Sources, problems: list[Problem]) -> Any:

@@ -14,7 +14,8 @@ from urllib.parse import quote, unquote
 from hydra.core.config_store import ConfigStore
 
 from optforge import recipe as recipes
-from optforge.config import paths
+from optforge import safe_yaml
+from optforge.config import build, paths
 from optforge.spec import Json
 
 FILE_PREFIX = "file/"
@@ -64,6 +65,20 @@ def register_recipe(name: str, *, cwd: Path) -> str:
     named = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) is not None
     option = name if named or file_of(name) else option_of(FILE_PREFIX, Path(loaded.source))
     register("recipe", option, loaded.mapping())
+    return option
+
+
+def register_hardware(name: str, *, cwd: Path) -> str:
+    """Reads, checks and registers a profile's file, given by path or by an option name made here; returns its option name.
+
+    Raises:
+        ConfigError: the file cannot be read, is no mapping, or describes no device.
+    """
+    path = file_of(name) or cwd / Path(name).expanduser()
+    node = safe_yaml.read(path)
+    build.profile(node, str(path))
+    option = option_of(FILE_PREFIX, path)
+    register("hardware", option, node)
     return option
 
 

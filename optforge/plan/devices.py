@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from optforge import registry
 from optforge.backends.base import Backend
 from optforge.errors import PlanError, Problem
+from optforge.plan import measured
 from optforge.spec import Hardware
 
 PREFERENCE = ("nvidia", "amd", "xla", "cpu")
@@ -56,7 +57,8 @@ def profile_name(reported: str) -> str | None:
 
 
 def detect(profile: Callable[[str], Hardware]) -> list[Device]:
-    """Every device of this machine, best first. A known one gets its profile's figures and keeps its real memory."""
+    """Every device of this machine, best first. A known one gets its profile's figures and keeps its real memory; others get the
+    peaks that were measured on them, where they were."""
     found = []
     available = registry.names("backends")
     preferred = [name for name in PREFERENCE if name in available]
@@ -65,8 +67,8 @@ def detect(profile: Callable[[str], Hardware]) -> list[Device]:
         seen = backend.detect()
         if seen is None:
             continue
-        known = "cpu" if name == "cpu" else profile_name(seen.name)
-        facts = seen if known is None else replace(profile(known), memory_bytes=seen.memory_bytes, arch=seen.arch)
+        known = profile_name(seen.name)
+        facts = measured.filled(seen, backend) if known is None else replace(profile(known), memory_bytes=seen.memory_bytes, arch=seen.arch)
         found.append(Device(backend=backend, hardware=facts, is_target=False))
     return found
 
@@ -84,6 +86,9 @@ def choose(target: Hardware, profile: Callable[[str], Hardware], *, require_targ
         return devices[0].hardware, replace(devices[0], is_target=True)
     for device in devices:
         if device.hardware.name == target.name:
+            known = target if target.peak_flops or not device.hardware.peak_flops else device.hardware
+            return known, replace(device, is_target=True)
+        if target.description == device.hardware.description:  # a profile that was measured on this device
             return target, replace(device, is_target=True)
     if require_target:
         present = ", ".join(device.hardware.name for device in devices)
@@ -95,3 +100,16 @@ def choose(target: Hardware, profile: Callable[[str], Hardware], *, require_targ
             )
         )
     return target, devices[0]
+
+
+def measure_unknown(target: Hardware, profile: Callable[[str], Hardware], tell: Callable[[str], object]) -> None:
+    """Measures this machine's device, when it is the target and neither published nor measured figures are known of it.
+
+    Takes under a minute, once per device and version of torch; `tell` hears of each part. Whoever predicts calls it first.
+    """
+    device = next((found for found in detect(profile) if target.name in ("auto", found.hardware.name)), None)
+    if device is None or target.peak_flops or device.hardware.peak_flops:
+        return
+    seen = device.backend.detect()
+    if seen is not None:
+        measured.measure(seen, device.backend, tell)

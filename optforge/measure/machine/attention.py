@@ -66,7 +66,9 @@ def backward(device: torch.device) -> Iterator[Case]:
             )
 
 
-def _operands(device: torch.device, batch: int, queries: int, keys: int, heads: tuple[int, int, int], dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(
+    device: torch.device, batch: int, queries: int, keys: int, heads: tuple[int, int, int], dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Laid out as a layer's projections leave them: [batch, tokens, heads, width], heads moved forward as a view."""
     query, group, width = heads
     shapes = ((batch, queries, query, width), (batch, keys, group, width), (batch, keys, group, width))

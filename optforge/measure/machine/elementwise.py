@@ -207,7 +207,19 @@ def _update(device: torch.device, each: int, dtype: torch.dtype) -> Call:
 
     def step() -> None:
         torch._fused_adamw_(
-            params, grads, first, second, [], steps, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False
+            params,
+            grads,
+            first,
+            second,
+            [],
+            steps,
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
         )
 
     return step

@@ -54,7 +54,13 @@ def classifier(device: torch.device, batches: Sequence[int]) -> Iterator[Case]:
         for dtype in ("fp32", "bf16"):
             bias = random((1000,), TORCH[dtype], device)
             yield _case(
-                device, "aten.addmm", dtype, (m, 1000, 1280), TORCH[dtype], TORCH[dtype], lambda x, w, bias=bias: torch.addmm(bias, x, w.t())
+                device,
+                "aten.addmm",
+                dtype,
+                (m, 1000, 1280),
+                TORCH[dtype],
+                TORCH[dtype],
+                lambda x, w, bias=bias: torch.addmm(bias, x, w.t()),
             )
 
 
@@ -77,7 +83,14 @@ def gradients(device: torch.device, layers: Sequence[tuple[int, int]], tokens: S
 
 def batched(device: torch.device) -> Iterator[Case]:
     """Products of many small matrices."""
-    for batch, m, n, k in ((8, 64, 64, 64), (32, 128, 128, 64), (9, 256, 256, 64), (64, 512, 512, 64), (64, 1, 512, 128), (32, 1024, 1024, 128)):
+    for batch, m, n, k in (
+        (8, 64, 64, 64),
+        (32, 128, 128, 64),
+        (9, 256, 256, 64),
+        (64, 512, 512, 64),
+        (64, 1, 512, 128),
+        (32, 1024, 1024, 128),
+    ):
         for dtype in ("bf16", "fp32"):
             a, b = random((batch, m, k), TORCH[dtype], device), random((batch, k, n), TORCH[dtype], device)
             yield Case(
@@ -103,7 +116,13 @@ def _cpu(device: torch.device, m: int, n: int, k: int) -> Iterator[Case]:
     if vnni():
         scale = torch.full((n, 1), 1e-3)
         yield _case(
-            device, "optforge.int8_packed", "int8", (m, n, k), torch.uint8, torch.int8, lambda x, w: torch.ops.optforge.int8_packed(x, w, scale)
+            device,
+            "optforge.int8_packed",
+            "int8",
+            (m, n, k),
+            torch.uint8,
+            torch.int8,
+            lambda x, w: torch.ops.optforge.int8_packed(x, w, scale),
         )
     yield _case(device, "aten._int_mm", "int8", (m, n, k), torch.int8, torch.int8, lambda x, w: torch._int_mm(x, w.t()))
 
@@ -134,7 +153,9 @@ def _weight_only(device: torch.device, m: int, n: int, k: int) -> Iterator[Case]
     ops, scale = torch.ops.optforge, torch.full((n, 1), 1e-3, device=device)
     bf16 = torch.bfloat16
     yield _case(device, "optforge.int8_weight", "bf16", (m, n, k), bf16, torch.int8, lambda x, w: ops.int8_weight(x, w, scale, None))
-    yield _case(device, "optforge.fp8_weight", "bf16", (m, n, k), bf16, torch.uint8, lambda x, w: ops.fp8_weight(x, w, scale, None, "e4m3fn"))
+    yield _case(
+        device, "optforge.fp8_weight", "bf16", (m, n, k), bf16, torch.uint8, lambda x, w: ops.fp8_weight(x, w, scale, None, "e4m3fn")
+    )
     if k % GROUP == 0:
         groups = torch.full((n, k // GROUP), 1e-3, device=device)
         call = lambda x, w: ops.int4_weight(x, w, groups, None, None, GROUP)  # noqa: E731 - a line of its own would hide that it is one operator

@@ -1,0 +1,45 @@
+"""`optforge hardware measure`: what this machine really reaches, as a profile on stdout and in the user's cache."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from optforge.errors import MissingDependency, Problem
+
+
+def measure_command(*, calibrate: bool) -> None:
+    """Measures the best device of this machine; prints the profile as YAML on stdout and progress on stderr.
+
+    Raises:
+        MissingDependency: no backend finds a device.
+    """
+    from optforge import config
+    from optforge.plan import measured
+    from optforge.plan.devices import detect
+
+    tell = teller()
+    devices = detect(config.hardware)
+    if not devices:
+        raise MissingDependency(Problem(where="hardware", what="no backend found a device", fix="optforge doctor"))
+    backend = devices[0].backend
+    seen = backend.detect()
+    assert seen is not None, "it was found a moment ago"
+    tell(f"measuring {measured.identity(seen, backend)}; what else runs meanwhile makes its figures worse")
+    found = measured.measure(seen, backend, tell, calibrate_s=measured.CALIBRATE_S if calibrate else None)
+    print(measured.to_yaml(found.hardware), end="")
+    points = len(found.calibration.points)
+    tell(
+        f"kept for hardware=auto, with {points or 'no'} points of single operators{'' if calibrate or points else ' (--calibrate adds them)'}"
+    )
+
+
+def teller() -> Callable[[str], None]:
+    """Prints each line on stderr with the seconds since now."""
+    begun = time.perf_counter()
+
+    def tell(text: str) -> None:
+        print(f"{time.perf_counter() - begun:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    return tell
