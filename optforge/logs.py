@@ -53,3 +53,20 @@ def adopted(*names: str) -> Iterator[None]:
     finally:
         for logger, handlers, propagate in taken:
             logger.handlers[:], logger.propagate = handlers, propagate
+
+
+@contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Keeps what libraries log off the terminal while it is open, for a command that has no log of its own.
+
+    Call it after the packages `names` are imported; see `adopted`.
+    """
+    root, silent = logging.getLogger(), logging.NullHandler()
+    root.addHandler(silent)
+    logging.captureWarnings(True)
+    try:
+        with adopted(*names):
+            yield
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(silent)

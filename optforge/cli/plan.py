@@ -12,12 +12,13 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optforge import config, preflight
+from optforge import config, logs, preflight
 from optforge.cli.run import Request
 from optforge.errors import EXIT_OK, ConfigError, PlanError, Problem
 from optforge.spec import Run
@@ -48,7 +49,8 @@ def plan_command(request: Request, *, as_json: bool, kernels: bool) -> int:
             import torch  # noqa: F401  the longest import of all, told by itself
 
             from optforge.plan.study import plan_or_refusal
-        studies = [plan_or_refusal(run, kernels=kernels, xla=kernels, progress=progress) for run in runs]
+        with nullcontext() if request.debug else logs.quiet("torch", "transformers"):
+            studies = [plan_or_refusal(run, kernels=kernels, xla=kernels, progress=progress) for run in runs]
     _refuse(studies)
     file = _file(request, studies)
     folder = _write(file, runs, studies)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from optforge.measure.size import nbytes
-from optforge.plan.document import Missed
-from optforge.select import original_name
+from optforge.plan.document import LOOKED_UP, Missed
+from optforge.select import original_name, select
 from optforge.transforms.base import Receipt
 
 SMALL = 1024
 """Elements below which a parameter is no weight worth asking for: scales, position biases of one head."""
 
 REASONS: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.Embedding, "an embedding is looked up and not multiplied"),
+    (nn.Embedding, LOOKED_UP),
     (nn.modules.conv._ConvNd, "a convolution: only linear layers are quantized"),
 )
 
@@ -36,17 +36,18 @@ class _Kind:
     reason: str
 
 
-def missed(module: nn.Module, receipts: Sequence[Receipt]) -> list[Missed]:
+def missed(module: nn.Module, receipts: Sequence[Receipt], ignore: Sequence[str] = ()) -> list[Missed]:
     """The weights that the quantize steps left without being told to, those of one kind together, largest first.
 
     Args:
         module: the model after the steps, on meta or real; a parameter that several modules share is counted once.
         receipts: what each quantize step did; shares are of the bytes before the first.
+        ignore: the selectors that the steps were given of what to leave.
     """
     if not receipts:
         return []
     spoken_for = {original_name(touched.name) for receipt in receipts for touched in receipt.touched}
-    spoken_for |= {name for receipt in receipts for name in receipt.ignored}
+    spoken_for |= set(select(module, ["re:.*"], ignore, step="quantize", strict=False).ignored)
     skipped = {name: why for receipt in receipts for name, why in receipt.skipped.items()}
     found: dict[_Kind, list[Tensor]] = {}
     for name, kind, parameter in _left(module, spoken_for):
@@ -70,16 +71,18 @@ def missed(module: nn.Module, receipts: Sequence[Receipt]) -> list[Missed]:
 
 
 def _left(module: nn.Module, spoken_for: set[str]) -> Iterator[tuple[str, type[nn.Module], Tensor]]:
-    """Original name, owner's class and tensor of every weight of a module that is not `spoken_for`."""
-    seen: set[int] = set()
-    for path, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
+    """Original name, owner's class and tensor of every weight of which no owner is `spoken_for`; a tied one has several."""
+    owned = [
+        (original_name(path), key, type(owner), parameter)
+        for path, owner in module.named_modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and _is_weight(parameter)
+    ]
+    seen = {id(parameter) for name, _, _, parameter in owned if _within(name, spoken_for)}
+    for name, key, owner, parameter in owned:
+        if id(parameter) not in seen:
             seen.add(id(parameter))
-            name = original_name(path)
-            if _is_weight(parameter) and not _within(name, spoken_for):
-                yield (f"{name}.{key}" if name else key), type(owner), parameter
+            yield (f"{name}.{key}" if name else key), owner, parameter
 
 
 def _is_weight(parameter: Tensor) -> bool:

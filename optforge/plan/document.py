@@ -1,7 +1,7 @@
 """What plan.json holds: one `Study` for each recipe and target that was asked for, as plain data.
 
-Nothing in it was measured in this run. None is written as null and means unknown; a figure is never guessed. Only the
-standard library is imported, so that views and the schema need no torch.
+Nothing in it was measured in this run. None is written as null and means unknown; a figure is never guessed. Nothing here
+imports torch, so that views and the schema need none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optforge.errors import Problem
+from optforge.plan.kernels import KernelReport
 from optforge.report.codec import plain
 from optforge.spec import Downgrade, Json
 
@@ -19,6 +20,8 @@ STATUSES = (PLANNED, REFUSED)
 GAIN, NO_GAIN, REGRESSION, DOES_NOT_FIT, UNKNOWN = "gain", "no_gain", "regression", "does_not_fit", "unknown"
 OUTCOMES = (GAIN, NO_GAIN, REGRESSION, DOES_NOT_FIT, UNKNOWN)
 LABEL = "predicted"
+LOOKED_UP = "an embedding is looked up and not multiplied"
+"""The reason of weights that quantization misses at no cost in time."""
 
 
 @dataclass(kw_only=True)
@@ -232,40 +235,10 @@ class Speed:
 
 
 @dataclass(kw_only=True)
-class Kernel:
-    """One kernel that the recipe launches, compiled for the target's arch."""
-
-    kernel: str
-    configuration: str
-    """Storage, activations and tile in words; empty for a library's kernel."""
-    modules: int
-    """Launches in one pass of the workload."""
-    example: str
-    """Dotted path of the first module that launches it."""
-    arch: str
-    status: str
-    """`compiled`, `refused` (with the compiler's reason), `over_shared_memory`, `library` (nothing to compile) or `not_checked`."""
-    registers: int | None = None
-    """32-bit registers of one thread."""
-    shared_memory_bytes: int | None = None
-    """Of one thread block."""
-    shared_memory_limit: int | None = None
-    """The most that the target gives one thread block."""
-    spills: int | None = None
-    """32-bit registers of one thread that had to move to memory."""
-    warps: int | None = None
-    matrix_units: bool | None = None
-    """Whether the product uses them; None for a kernel without a product."""
-    seconds: float | None = None
-    """What compiling took, when it was done."""
-    reason: str = ""
-
-
-@dataclass(kw_only=True)
 class Kernels:
     """The kernels that the recipe launches on the target, as far as they can be compiled without it."""
 
-    rows: list[Kernel] = field(default_factory=list)
+    rows: list[KernelReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was not checked, and why."""
 
@@ -330,7 +303,9 @@ class Verdict:
     why: str = ""
     """Why the command differs from what was asked for."""
     instead: str = ""
-    """A command that is predicted to be better, where there is one."""
+    """A command that is predicted to be faster, where the target turned a step into something else."""
+    instead_quality: str = ""
+    """The risk of that, in words from recorded runs."""
 
 
 @dataclass(kw_only=True)

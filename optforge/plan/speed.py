@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optforge.plan import calibration, roofline
+from optforge.plan import roofline
+from optforge.plan.calibration import Calibration, calibration_for
 from optforge.plan.document import UNKNOWN, Band, Operator, Source, Speed, SpeedRow, UnknownOperator
-from optforge.plan.graph import Graph
+from optforge.plan.graph import PRODUCT, Graph
 from optforge.plan.make import Plan
 from optforge.plan.roofline import Prediction
 from optforge.plan.verdict import AS_LOADED, COMPILED_BASELINE, outcome
@@ -22,8 +24,8 @@ TOP = 10
 
 def speed(plan: Plan) -> Speed:
     """The rows of a plan, the costliest kernels of the whole recipe, and where the figures come from."""
-    found = calibration.calibration_for(plan.target)
-    predictions = list(_predictions(plan))
+    found = calibration_for(plan.target)
+    predictions = list(_predictions(plan, found))
     rows = [_row(name, mode, prediction) for name, mode, prediction in predictions]
     reference = COMPILED_BASELINE if any(row.name == COMPILED_BASELINE for row in rows) else AS_LOADED
     _compare(rows, reference)
@@ -42,14 +44,28 @@ def speed(plan: Plan) -> Speed:
     )
 
 
-def _predictions(plan: Plan) -> Iterator[tuple[str, str, Prediction]]:
+def _predictions(plan: Plan, found: Calibration | None) -> Iterator[tuple[str, str, Prediction]]:
     """Name, mode and prediction of each row: as loaded, compiled, then each step that rewrites the model."""
     mode, regions = _compiled(plan)
-    yield AS_LOADED, EAGER, roofline.predict(plan.graph, plan.target, mode=EAGER)
+
+    def predicted(graph: Graph, how: str) -> Prediction:
+        band = found.band(plan.run.workload.kind, product_dtype(graph)) if found is not None else None
+        return roofline.predict(graph, plan.target, mode=how, regions=regions, calibration=found, band=band)
+
+    yield AS_LOADED, EAGER, predicted(plan.graph, EAGER)
     if mode != EAGER:
-        yield COMPILED_BASELINE, mode, roofline.predict(plan.graph, plan.target, mode=mode, regions=regions)
+        yield COMPILED_BASELINE, mode, predicted(plan.graph, mode)
     for step in plan.rewrites:
-        yield step.name, mode, roofline.predict(step.graph, plan.target, mode=mode, regions=regions)
+        yield step.name, mode, predicted(step.graph, mode)
+
+
+def product_dtype(graph: Graph) -> str:
+    """The dtype of the products that hold most of the arithmetic; empty where there are none."""
+    flops: Counter[str] = Counter()
+    for operator in graph.operators:
+        if operator.kind == PRODUCT:
+            flops[operator.dtype] += int(operator.flops)
+    return flops.most_common(1)[0][0] if flops else ""
 
 
 def _compiled(plan: Plan) -> tuple[str, list[str]]:

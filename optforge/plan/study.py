@@ -11,16 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from optforge.errors import UserError
+from optforge.kernels.formats import FORMATS
 from optforge.plan import kernels as of_target
 from optforge.plan import make, recorded, verdict
 from optforge.plan.coverage import missed
-from optforge.plan.document import REFUSED, Kernel, Kernels, Recorded, Refusal, Skipped, StepPlan, Study, Verdict
+from optforge.plan.document import REFUSED, Kernels, Recorded, Refusal, Skipped, StepPlan, Study, Verdict
 from optforge.plan.kernels import GPUS
 from optforge.plan.make import Plan
 from optforge.plan.speed import speed
 from optforge.progress import Progress, SilentProgress
 from optforge.spec import Hardware, Json, Run
-from optforge.transforms.base import Phase
+from optforge.transforms.base import Phase, Receipt
 
 
 def study(plan: Plan, *, kernels: bool = True, xla: bool = True, progress: Progress | None = None) -> Study:
@@ -40,10 +41,10 @@ def study(plan: Plan, *, kernels: bool = True, xla: bool = True, progress: Progr
     found.steps = steps(plan)
     found.downgrades = list(plan.downgrades)
     found.warnings = list(plan.warnings)
-    with _timed(found, "speed", told):
+    with _timed(found, "speed"):
         found.speed = speed(plan)
     if kernels and plan.target.backend in GPUS:
-        with _timed(found, "kernels", told):
+        with _timed(found, "kernels"), told.stage(f"compile the kernels for {plan.target.arch}"):
             found.kernels = _kernels(plan, told)
     found.verdict = verdict.judge(found, goal=plan.run.recipe.goal, found=_recorded(found))
     return found
@@ -63,7 +64,7 @@ def plan_or_refusal(run: Run, *, kernels: bool, xla: bool, progress: Progress | 
     start = time.perf_counter()
     try:
         with (progress or SilentProgress()).stage(f"plan {run.recipe.name} for {run.hardware.name}: structure and operators"):
-            plan = make.make(run)
+            plan = make.make(run, executes=False)
     except UserError as error:
         return refused(run, error)
     taken = time.perf_counter() - start
@@ -78,7 +79,8 @@ def steps(plan: Plan) -> list[StepPlan]:
     rows = [_step(step) for step in plan.steps]
     if quantizing:
         last = next(row for row in rows if row.name == quantizing[-1].name)
-        last.missed = missed(plan.loaded.module, [step.receipt for step in quantizing])
+        ignore = [entry for step in quantizing for entry in (*step.step.transform.ignore, *step.step.transform.ignore_extra)]
+        last.missed = missed(plan.loaded.module, [step.receipt for step in quantizing], ignore)
     return rows
 
 
@@ -99,8 +101,16 @@ def _step(planned: make.PlannedStep) -> StepPlan:
         bytes_before=receipt.bytes_before,
         bytes_after=receipt.bytes_after,
         weight_bytes=planned.weight_bytes,
-        notes=list(receipt.notes),
+        notes=[*_formats(receipt), *receipt.notes],
     )
+
+
+def _formats(receipt: Receipt) -> Iterator[str]:
+    """Which 8-bit float the target multiplies, where the step stores one: mixing the two corrupts values."""
+    scheme = receipt.decisions.get("scheme")
+    if isinstance(scheme, dict) and scheme.get("weight_dtype") == "fp8":
+        found = FORMATS[receipt.decisions["fp8_format"]]
+        yield f"fp8 is {found.name} there, largest value {found.maximum:g}"
 
 
 def _by_reason(skipped: dict[str, str]) -> list[Skipped]:
@@ -149,13 +159,12 @@ def _kernels(plan: Plan, progress: Progress) -> Kernels:
     launched = of_target.launched(graph, plan.target)
     reports = of_target.check(launched, plan.target, progress)
     notes = of_target.notes(graph, plan.target, compiled=plan.compile is not None)
-    return Kernels(rows=[Kernel(**report.describe()) for report in reports], notes=notes)
+    return Kernels(rows=reports, notes=notes)
 
 
 @contextmanager
-def _timed(found: Study, part: str, progress: Progress) -> Iterator[None]:
-    """Tells the stage and keeps how long it took."""
+def _timed(found: Study, part: str) -> Iterator[None]:
+    """Keeps how long a part took."""
     start = time.perf_counter()
-    with progress.stage(part):
-        yield
+    yield
     found.seconds[part] = round(time.perf_counter() - start, 3)

@@ -91,7 +91,7 @@ def _ends(study: Study) -> tuple[SpeedRow | None, SpeedRow | None]:
 
 def _range(verdict: Verdict) -> str:
     if verdict.gain_low is None or verdict.gain_high is None:
-        return " (no error band: nothing like it was measured)"
+        return " (no error band)"
     return f" ({verdict.gain_low:.2f} to {verdict.gain_high:.2f})"
 
 
@@ -102,6 +102,8 @@ def _bound(verdict: Verdict, reference: SpeedRow, last: SpeedRow) -> str:
     words = f"{last.bound} bound"
     if not (last.ideal_ms and reference.ideal_ms and reference.latency_ms):
         return words
+    if last.latency_ms is not None and last.latency_ms < last.ideal_ms:
+        return f"{words}; caches serve part of what the roofline takes from memory"
     verdict.at_equal_efficiency = reference.ideal_ms / last.ideal_ms
     verdict.at_most = reference.latency_ms / last.ideal_ms
     return f"{words}: {verdict.at_equal_efficiency:.2g} times at equal efficiency, at most {verdict.at_most:.2g} times at the peaks"
@@ -195,6 +197,9 @@ def _next(verdict: Verdict, study: Study) -> None:
     for item in study.downgrades:
         if better := _better(item):
             verdict.instead = shlex.join(with_overrides(words, f"steps.{item.step}.use={better}"))
+            model = str(study.model.get("name"))
+            known = recorded.recorded(schemes=[better], recipe="", model=model, device=str(study.target.get("name")))
+            verdict.instead_quality = recorded.quality(known, schemes=[better], model=model)
             return
 
 

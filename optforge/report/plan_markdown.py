@@ -42,9 +42,10 @@ def _study(study: Study, level: str) -> list[str]:
 
 def _next(study: Study) -> str:
     verdict = study.verdict
-    commands = [text for text in (verdict.command, verdict.instead) if text]
-    told = f"{escaped(verdict.why)}\n\n" if verdict.why else ""
-    return told + code("\n".join(commands)) if commands else told.strip()
+    parts = [escaped(verdict.why) if verdict.why else "", code(verdict.command) if verdict.command else ""]
+    if verdict.instead:
+        parts += [f"Or, predicted to be faster, quality {escaped(verdict.instead_quality)}:", code(verdict.instead)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _refused(studies: Sequence[Study]) -> str:

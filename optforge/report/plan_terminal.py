@@ -73,6 +73,7 @@ def _next(console: Console, study: Study) -> None:
     if verdict.command:
         console.print(f"[cyan]next[/]        {escape(verdict.command)}", highlight=False, soft_wrap=True)
     if verdict.instead:
+        _lines(console, [("or faster", f"predicted, quality {verdict.instead_quality}:")])
         console.print(f"[cyan]or[/]          {escape(verdict.instead)}", highlight=False, soft_wrap=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from optforge.plan.document import REFUSED, Fit, FitRow, Kernels, Missed, Operator, Speed, SpeedRow, StepPlan, Study, Xla
+from optforge.plan.document import LOOKED_UP, REFUSED, Fit, FitRow, Kernels, Missed, Operator, Speed, SpeedRow, StepPlan, Study, Xla
 from optforge.report import figures
 
 LABEL = "Nothing was measured: every figure is predicted, unless it says otherwise."
@@ -100,6 +100,8 @@ def _left(step: StepPlan) -> Iterator[Line]:
     for row in step.missed:
         if row.share >= SHOWN_SHARE:
             yield "missed", missed_line(step, row)
+    for note in step.notes:
+        yield "note", f"{step.name}: {note}"
 
 
 def missed_line(step: StepPlan, row: Missed) -> str:
@@ -293,7 +295,7 @@ def verdict_lines(study: Study) -> Iterator[Line]:
         yield "bound", verdict.bound
     yield "downgraded", verdict.downgrade or "nothing: every step runs as written"
     yield "quality", verdict.quality
-    missed = sum(row.share for step in study.steps for row in step.missed)
+    missed = sum(row.share for step in study.steps for row in step.missed if row.reason != LOOKED_UP)
     if missed >= SHOWN_SHARE:
         yield "missed", f"{figures.percent(missed)} of the weight bytes are neither quantized nor ignored (above)"
     bad = [row.kernel for row in study.kernels.rows if row.status in BAD_KERNELS] if study.kernels is not None else []
