@@ -8,125 +8,118 @@ several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from optforge.kernels import attention as _operators  # noqa: F401 - defines optforge::grouped_attention
-from optforge.measure.machine.case import TORCH, Case, random
+from optforge.measure.machine.case import TORCH, Case, random, warm
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import ATTENTION, BACKWARD
 
-SDPA = "aten.scaled_dot_product_attention"
-SMOLLM2, LLAMA_1B, LLAMA_8B = (9, 3, 64), (32, 8, 64), (32, 8, 128)
-"""(query heads, key/value heads, head size)."""
+SDPA, GROUPED = "aten.scaled_dot_product_attention", "optforge.grouped_attention"
+BACKWARD_PRODUCTS = 2.5
+"""Five products where the forward pass has two (Dao, FlashAttention-2, 2023, section 3.1)."""
+UNSEEN = 16
+"""Last positions of a cache that the mask hides."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, key/value heads, head size; sequences, queries and keys of each."""
+
+    heads: int
+    groups: int
+    width: int
+    batch: int = 1
+    queries: int = 1
+    keys: int = 1
+    dtype: str = "bf16"
+
+    def operands(self, device: torch.device) -> tuple[Tensor, ...]:
+        """q, k, v as a layer's projections leave them: [batch, tokens, heads, width], heads moved forward as a view."""
+        sizes = ((self.queries, self.heads), (self.keys, self.groups), (self.keys, self.groups))
+        return tuple(random((self.batch, tokens, heads, self.width), TORCH[self.dtype], device).transpose(1, 2) for tokens, heads in sizes)
+
+    def case(self, name: str, detail: str, make: Callable[[int], list[Call]], *, cold: float = 0.0) -> Case:
+        seen = self.queries * self.keys - (self.queries * (self.queries - 1) / 2 if detail == "causal" else 0)
+        moved = self.batch * self.width * (2 * self.heads * self.queries + 2 * self.groups * self.keys)
+        return Case(
+            kind=ATTENTION,
+            name=name,
+            dtype=self.dtype,
+            size=(self.batch, self.heads, self.groups, self.queries, self.keys, self.width),
+            detail=detail,
+            flops=4.0 * self.batch * self.heads * self.width * seen,
+            bytes=float(TORCH[self.dtype].itemsize * moved),
+            cold=cold,
+            make=make,
+        )
+
+
+SMOLLM2, LLAMA_1B, LLAMA_8B = Shape(9, 3, 64), Shape(32, 8, 64), Shape(32, 8, 128)
 
 
 def prefill(device: torch.device) -> Iterator[Case]:
     """Causal attention of prompts."""
     cpu = device.type == "cpu"
-    lengths = (256, 512, 64, 128, 1024) if cpu else (512, 2048, 128, 1024, 4096, 64, 256)
-    for tokens in lengths:
+    for tokens in (256, 512, 64, 128, 1024) if cpu else (512, 2048, 128, 1024, 4096, 64, 256):
         for batch in (1, 4) if cpu else (1, 4, 16):
-            for heads in (SMOLLM2,) if cpu else (LLAMA_8B, LLAMA_1B, SMOLLM2):
+            for model in (SMOLLM2,) if cpu else (LLAMA_8B, LLAMA_1B, SMOLLM2):
                 for dtype in ("bf16", "fp32") if cpu and batch == 1 else ("bf16",):
-                    yield _causal(device, batch, tokens, heads, dtype)
+                    shape = replace(model, batch=batch, queries=tokens, keys=tokens, dtype=dtype)
+                    yield shape.case(SDPA, "causal", warm(_causal, partial(shape.operands, device)))
                     if cpu:
-                        yield _grouped(device, batch, tokens, heads, dtype)
+                        yield shape.case(GROUPED, "causal", warm(_grouped, partial(shape.operands, device)))
 
 
 def decode(device: torch.device) -> Iterator[Case]:
-    """One query per sequence over a static cache, with a mask."""
+    """One query per sequence over a static cache, with a mask; keys and values repeated to the query's heads."""
     cpu = device.type == "cpu"
     for length in (160, 288, 544, 1056) if cpu else (544, 160, 1056, 2080, 4128):
         for batch in (1, 4, 8) if cpu else (1, 4, 16, 64):
-            for heads in (SMOLLM2,) if cpu else (LLAMA_8B, LLAMA_1B, SMOLLM2):
-                yield _masked(device, batch, length, heads, "bf16")
+            for model in (SMOLLM2,) if cpu else (LLAMA_8B, LLAMA_1B, SMOLLM2):
+                shape = replace(model, groups=model.heads, batch=batch, keys=length)
+                cache = 2.0 * batch * shape.heads * length * shape.width * TORCH[shape.dtype].itemsize
+                yield shape.case(SDPA, "masked", partial(_masked, shape, device), cold=cache)
 
 
 def backward(device: torch.device) -> Iterator[Case]:
-    """The backward pass of causal attention, through autograd; queries, keys and values in the model's heads."""
-    if device.type == "cpu":
-        return
+    """The backward pass of causal attention, through autograd."""
     for batch, tokens in ((4, 4096), (1, 4096), (4, 2048), (8, 512)):
-        for heads in (LLAMA_1B, LLAMA_8B):
-            case = _causal(device, batch, tokens, heads, "bf16")
-            yield Case(
-                kind=ATTENTION,
-                name=SDPA,
-                dtype="bf16",
-                size=case.size,
-                detail="causal",
-                phase=BACKWARD,
-                flops=2.5 * case.flops,
-                bytes=2.0 * case.bytes,
-                make=lambda copies, batch=batch, tokens=tokens, heads=heads: [_backward(device, batch, tokens, heads)],
-            )
+        for model in (LLAMA_1B, LLAMA_8B):
+            shape = replace(model, batch=batch, queries=tokens, keys=tokens)
+            case = shape.case(SDPA, "causal", partial(_backward, shape, device))
+            yield replace(case, phase=BACKWARD, flops=BACKWARD_PRODUCTS * case.flops, bytes=2 * case.bytes)
 
 
-def _operands(
-    device: torch.device, batch: int, queries: int, keys: int, heads: tuple[int, int, int], dtype: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Laid out as a layer's projections leave them: [batch, tokens, heads, width], heads moved forward as a view."""
-    query, group, width = heads
-    shapes = ((batch, queries, query, width), (batch, keys, group, width), (batch, keys, group, width))
-    q, k, v = (random(shape, TORCH[dtype], device).transpose(1, 2) for shape in shapes)
-    return q, k, v
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _causal(device: torch.device, batch: int, tokens: int, heads: tuple[int, int, int], dtype: str) -> Case:
-    def make(copies: int) -> list[Call]:
-        q, k, v = _operands(device, batch, tokens, tokens, heads, dtype)
-        return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads[0] != heads[1])]
-
-    return _case(SDPA, batch, tokens, tokens, heads, dtype, "causal", make)
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result: Tensor = torch.ops.optforge.grouped_attention(q, k, v, q.shape[-1] ** -0.5)
+    return result
 
 
-def _grouped(device: torch.device, batch: int, tokens: int, heads: tuple[int, int, int], dtype: str) -> Case:
-    def make(copies: int) -> list[Call]:
-        q, k, v = _operands(device, batch, tokens, tokens, heads, dtype)
-        return [lambda: torch.ops.optforge.grouped_attention(q, k, v, heads[2] ** -0.5)]
-
-    return _case("optforge.grouped_attention", batch, tokens, tokens, heads, dtype, "causal", make)
+def _masked(shape: Shape, device: torch.device, copies: int) -> list[Call]:
+    mask = (torch.arange(shape.keys, device=device) < shape.keys - UNSEEN).expand(shape.batch, 1, 1, shape.keys)
+    laid_out = ((tensor.contiguous() for tensor in shape.operands(device)) for _ in range(copies))  # transformers' copies are
+    return [partial(F.scaled_dot_product_attention, q, k, v, mask) for q, k, v in laid_out]
 
 
-def _masked(device: torch.device, batch: int, length: int, heads: tuple[int, int, int], dtype: str) -> Case:
-    query, _, width = heads
-    repeated = (query, query, width)
-    cache = 2.0 * batch * query * length * width * TORCH[dtype].itemsize
-
-    def make(copies: int) -> list[Call]:
-        q = random((batch, query, 1, width), TORCH[dtype], device)
-        mask = (torch.arange(length, device=device) < length - 16).expand(batch, 1, 1, length)
-        caches = [tuple(random((batch, query, length, width), TORCH[dtype], device) for _ in "kv") for _ in range(copies)]
-        return [lambda k=k, v=v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask) for k, v in caches]  # type: ignore[misc]  # as in products
-
-    return _case(SDPA, batch, 1, length, repeated, dtype, "masked", make, cold=cache)
-
-
-def _case(
-    name: str, batch: int, queries: int, keys: int, heads: tuple[int, int, int], dtype: str, detail: str, make: object, cold: float = 0.0
-) -> Case:
-    query, group, width = heads
-    pairs = queries * keys - (queries * (queries - 1) / 2 if detail == "causal" else 0)
-    return Case(
-        kind=ATTENTION,
-        name=name,
-        dtype=dtype,
-        size=(batch, query, group, queries, keys, width),
-        detail=detail,
-        flops=4.0 * batch * query * width * pairs,
-        bytes=float(TORCH[dtype].itemsize * batch * width * (2 * query * queries + 2 * group * keys)),
-        cold=cold,
-        make=make,  # type: ignore[arg-type]  # a function of this file
-    )
-
-
-def _backward(device: torch.device, batch: int, tokens: int, heads: tuple[int, int, int]) -> Call:
-    leaves = [tensor.detach().requires_grad_() for tensor in _operands(device, batch, tokens, tokens, heads, "bf16")]
+def _backward(shape: Shape, device: torch.device, copies: int) -> list[Call]:
+    q, k, v = (tensor.detach().requires_grad_() for tensor in shape.operands(device))
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=heads[0] != heads[1])
+        out = _causal(q, k, v)
     grown = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grown, retain_graph=True)
+
+    def call() -> Any:
+        return torch.autograd.grad(out, (q, k, v), grown, retain_graph=True)
+
+    return [call]

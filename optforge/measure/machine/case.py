@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,11 @@ class Case:
     @property
     def title(self) -> str:
         return f"{self.name} {self.dtype} {'x'.join(map(str, self.size))}{' ' + self.detail if self.detail else ''}"
+
+
+def warm(call: Callable[..., Any], inputs: Callable[[], tuple[Any, ...]]) -> Callable[[int], list[Call]]:
+    """What makes a case whose operands were all written just before: one call, again and again on the same tensors."""
+    return lambda copies: [partial(call, *inputs())]
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -55,7 +55,8 @@ class HostClock:
         with no_collection():
             _cycle(calls)
             cycles = max(1, math.ceil(self.round_s / max(_seconds(calls, 1), 1e-9)))
-            begun, samples = time.perf_counter(), []
+            begun = time.perf_counter()
+            samples: list[float] = []
             while len(samples) < self.least_rounds or time.perf_counter() - begun < self.budget_s:
                 samples.append(_seconds(calls, cycles) / (cycles * len(calls)))
         return summary(samples)
@@ -73,7 +74,7 @@ class GraphClock:
     rounds: int = 7
 
     def time(self, calls: Sequence[Call]) -> Timed:
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch ships it untyped
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with no_collection(), torch.cuda.stream(stream):
             _cycle(calls)  # kernels are chosen, compiled and given their workspaces outside of the capture

@@ -41,7 +41,7 @@ def _bandwidths(device: torch.device, clock: Clock) -> Iterator[tuple[float, str
     count = max(8 * cache_bytes(device), 2**28) // 4
     x, y = torch.ones(count, device=device), torch.empty(count, device=device)
     yield 8 * count / clock.time([lambda: y.copy_(x)]).seconds, f"copying {4 * count / 1e6:.0f} MB, both directions counted"
-    yield 4 * count / clock.time([lambda: x.sum()]).seconds, f"summing {4 * count / 1e6:.0f} MB"
+    yield 4 * count / clock.time([x.sum]).seconds, f"summing {4 * count / 1e6:.0f} MB"
 
 
 def _products(device: torch.device) -> Iterator[tuple[str, Callable[[int], Callable[[], Any]]]]:
@@ -58,7 +58,7 @@ def _products(device: torch.device) -> Iterator[tuple[str, Callable[[int], Calla
         a, b = random((size, size), torch.int8, device), random((size, size), torch.int8, device)
         if device.type == "cpu" and vnni():
             scale, unsigned = torch.ones(size, 1), a.view(torch.uint8)
-            return lambda: torch.ops.optforge.int8_packed(unsigned, b, scale)  # type: ignore[no-any-return]  # an operator's type is unknown
+            return lambda: torch.ops.optforge.int8_packed(unsigned, b, scale)
         return lambda: torch._int_mm(a, b.t())
 
     def fp8(size: int) -> Callable[[], Tensor]:

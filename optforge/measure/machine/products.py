@@ -8,12 +8,13 @@ cycle through several.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from optforge.kernels import fp8_weight, int4_weight, int8_dynamic, int8_weight
-from optforge.measure.machine.case import TORCH, Case, random
+from optforge.measure.machine.case import TORCH, Case, random, warm
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import PRODUCT
 
@@ -34,172 +35,158 @@ GROUP = 64
 """Columns that share an int4 scale, as the recipe llama_int4 has it."""
 CUDA_INT8_ROWS = 17
 """cuBLAS's int8 product takes no fewer."""
+FP8_CAPABILITY = (8, 9)
+BATCHED = ((8, 64, 64, 64), (32, 128, 128, 64), (9, 256, 256, 64), (64, 512, 512, 64), (64, 1, 512, 128), (32, 1024, 1024, 128))
+"""(batch, m, n, k)."""
 
-Make = Callable[[Tensor, Tensor], Call]
+BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8
 
 
 def products(device: torch.device, layers: Sequence[tuple[int, int]], rows: Sequence[int] = ROWS) -> Iterator[Case]:
     """Every kind of product that the device has units or kernels for, rows outermost."""
     for m in rows:
         for n, k in layers:
-            if n >= HEAD and m > HEAD_ROWS:
-                continue
-            yield from _dense(device, m, n, k)
-            yield from _cuda(device, m, n, k) if device.type == "cuda" else _cpu(device, m, n, k)
+            if n < HEAD or m <= HEAD_ROWS:
+                yield from _Layer(device, m, n, k).cases()
 
 
 def classifier(device: torch.device, batches: Sequence[int]) -> Iterator[Case]:
     """The last layer of an image classifier, with its bias."""
     for m in batches:
         for dtype in ("fp32", "bf16"):
-            bias = random((1000,), TORCH[dtype], device)
-            yield _case(
-                device,
-                "aten.addmm",
-                dtype,
-                (m, 1000, 1280),
-                TORCH[dtype],
-                TORCH[dtype],
-                lambda x, w, bias=bias: torch.addmm(bias, x, w.t()),
-            )
+            yield _Layer(device, m, 1000, 1280).product("aten.addmm", dtype, (TORCH[dtype], TORCH[dtype]), _with_bias)
 
 
 def gradients(device: torch.device, layers: Sequence[tuple[int, int]], tokens: Sequence[int]) -> Iterator[Case]:
-    """Gradients of weights, dw[n, k] = dy[tokens, n].T x[tokens, k], which no layer's forward has: wide, with a long sum."""
+    """Gradients of weights, dw[n, k] = dy[tokens, n].T x[tokens, k], which no forward pass has: wide, with a long sum."""
     for rows in tokens:
-        for n, k in layers:
-            if n < HEAD:
-                size = (1, n, k, rows)
-                yield Case(
-                    kind=PRODUCT,
-                    name="aten.mm",
-                    dtype="bf16",
-                    size=size,
-                    flops=2.0 * n * k * rows,
-                    bytes=2.0 * (n * rows + k * rows + n * k),
-                    make=lambda copies, n=n, k=k, rows=rows: [_gradient(device, n, k, rows)],
-                )
+        for n, k in (layer for layer in layers if layer[0] < HEAD):
+            yield Case(
+                kind=PRODUCT,
+                name="aten.mm",
+                dtype="bf16",
+                size=(1, n, k, rows),
+                flops=2.0 * n * k * rows,
+                bytes=2.0 * (n * rows + k * rows + n * k),
+                make=warm(_transposed, partial(_pair, (rows, n), (rows, k), BF16, device)),
+            )
 
 
 def batched(device: torch.device) -> Iterator[Case]:
     """Products of many small matrices."""
-    for batch, m, n, k in (
-        (8, 64, 64, 64),
-        (32, 128, 128, 64),
-        (9, 256, 256, 64),
-        (64, 512, 512, 64),
-        (64, 1, 512, 128),
-        (32, 1024, 1024, 128),
-    ):
+    for batch, m, n, k in BATCHED:
         for dtype in ("bf16", "fp32"):
-            a, b = random((batch, m, k), TORCH[dtype], device), random((batch, k, n), TORCH[dtype], device)
             yield Case(
                 kind=PRODUCT,
                 name="aten.bmm",
                 dtype=dtype,
                 size=(batch, m, n, k),
                 flops=2.0 * batch * m * n * k,
-                bytes=float(a.element_size() * batch * (m * k + k * n + m * n)),
-                make=lambda copies, a=a, b=b: [lambda: torch.bmm(a, b)],
+                bytes=float(TORCH[dtype].itemsize * batch * (m * k + k * n + m * n)),
+                make=warm(torch.bmm, partial(_pair, (batch, m, k), (batch, k, n), TORCH[dtype], device)),
             )
 
 
-def _dense(device: torch.device, m: int, n: int, k: int) -> Iterator[Case]:
-    for dtype in ("bf16", "fp32"):
-        if dtype == "bf16" or device.type == "cpu" or k < 2048:
-            yield _case(device, "aten.mm", dtype, (m, n, k), TORCH[dtype], TORCH[dtype], lambda x, w: torch.mm(x, w.t()))
+class _Layer:
+    """The products of one layer at one number of rows."""
 
+    def __init__(self, device: torch.device, m: int, n: int, k: int) -> None:
+        self.device, self.m, self.n, self.k = device, m, n, k
 
-def _cpu(device: torch.device, m: int, n: int, k: int) -> Iterator[Case]:
-    if n >= HEAD:  # recipes leave the head in the model's dtype
-        return
-    if vnni():
-        scale = torch.full((n, 1), 1e-3)
-        yield _case(
-            device,
-            "optforge.int8_packed",
-            "int8",
-            (m, n, k),
-            torch.uint8,
-            torch.int8,
-            lambda x, w: torch.ops.optforge.int8_packed(x, w, scale),
+    def cases(self) -> Iterator[Case]:
+        cuda = self.device.type == "cuda"
+        yield self.product("aten.mm", "bf16", (BF16, BF16), _plain)
+        if not cuda or self.k < 2048:  # nobody runs the large decoders in fp32
+            yield self.product("aten.mm", "fp32", (torch.float32, torch.float32), _plain)
+        if self.n < HEAD:  # recipes leave the head in the model's dtype
+            yield from self._cuda() if cuda else self._cpu()
+
+    def _cpu(self) -> Iterator[Case]:
+        if vnni():
+            scale = torch.full((self.n, 1), 1e-3)
+            yield self.product("optforge.int8_packed", "int8", (UINT8, INT8), lambda x, w: torch.ops.optforge.int8_packed(x, w, scale))
+        yield self.product("aten._int_mm", "int8", (INT8, INT8), _whole)
+
+    def _cuda(self) -> Iterator[Case]:
+        if torch.cuda.get_device_capability(self.device) >= FP8_CAPABILITY and torch.version.hip is None:
+            rows, channels = self._ones(self.m, 1), self._ones(1, self.n)
+            fp8 = torch.float8_e4m3fn
+            scaled = partial(torch._scaled_mm, scale_a=rows, scale_b=channels, out_dtype=BF16)
+            yield self.product("aten._scaled_mm", "fp8", (fp8, fp8), lambda x, w: scaled(x, w.t()))
+        if self.m >= CUDA_INT8_ROWS:
+            yield self.product("aten._int_mm", "int8", (INT8, INT8), _whole)
+        if self.m <= HEAD_ROWS:
+            yield from self._weight_only()
+
+    def _weight_only(self) -> Iterator[Case]:
+        """This package's kernels: the weight is stored in few bits and multiplied in bf16."""
+        ops, scale = torch.ops.optforge, self._ones(self.n, 1)
+        yield self.product("optforge.int8_weight", "bf16", (BF16, INT8), lambda x, w: ops.int8_weight(x, w, scale, None))
+        yield self.product("optforge.fp8_weight", "bf16", (BF16, UINT8), lambda x, w: ops.fp8_weight(x, w, scale, None, "e4m3fn"))
+        if self.k % GROUP == 0:
+            groups = self._ones(self.n, self.k // GROUP)
+            int4 = partial(_int4, groups)
+            yield self.product("optforge.int4_weight", "bf16", (BF16, UINT8), int4, packing=2, detail=f"group={GROUP}")
+
+    def product(
+        self,
+        name: str,
+        dtype: str,
+        stored: tuple[torch.dtype, torch.dtype],
+        call: Callable[[Tensor, Tensor], Tensor],
+        *,
+        packing: int = 1,
+        detail: str = "",
+    ) -> Case:
+        """`stored`: dtypes of x and of the weight; `packing`: values in one stored element of the weight."""
+        x_dtype, w_dtype = stored
+        m, n, k = self.m, self.n, self.k
+        weight = n * k * w_dtype.itemsize / packing
+
+        def make(copies: int) -> list[Call]:
+            x = random((m, k), x_dtype, self.device)
+            return [partial(call, x, random((n, k // packing), w_dtype, self.device)) for _ in range(copies)]
+
+        return Case(
+            kind=PRODUCT,
+            name=name,
+            dtype=dtype,
+            size=(1, m, n, k),
+            detail=detail,
+            flops=2.0 * m * n * k,
+            bytes=m * k * x_dtype.itemsize + weight + m * n * (4 if dtype in ("int8", "fp32") else 2),
+            cold=weight,
+            extra=4 * weight,
+            make=make,
         )
-    yield _case(device, "aten._int_mm", "int8", (m, n, k), torch.int8, torch.int8, lambda x, w: torch._int_mm(x, w.t()))
+
+    def _ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, device=self.device)
 
 
-def _cuda(device: torch.device, m: int, n: int, k: int) -> Iterator[Case]:
-    if n >= HEAD:
-        return
-    if torch.cuda.get_device_capability(device) >= (8, 9) and torch.version.hip is None:
-        rows, channels = torch.full((m, 1), 1e-3, device=device), torch.full((1, n), 1e-3, device=device)
-        fp8 = torch.float8_e4m3fn
-        yield _case(
-            device,
-            "aten._scaled_mm",
-            "fp8",
-            (m, n, k),
-            fp8,
-            fp8,
-            lambda x, w: torch._scaled_mm(x, w.t(), rows, channels, out_dtype=torch.bfloat16),
-        )
-    if m >= CUDA_INT8_ROWS:
-        yield _case(device, "aten._int_mm", "int8", (m, n, k), torch.int8, torch.int8, lambda x, w: torch._int_mm(x, w.t()))
-    if m <= 256:
-        yield from _weight_only(device, m, n, k)
+def _plain(x: Tensor, w: Tensor) -> Tensor:
+    return torch.mm(x, w.t())
 
 
-def _weight_only(device: torch.device, m: int, n: int, k: int) -> Iterator[Case]:
-    """This package's kernels: the weight is stored in few bits and multiplied in bf16."""
-    ops, scale = torch.ops.optforge, torch.full((n, 1), 1e-3, device=device)
-    bf16 = torch.bfloat16
-    yield _case(device, "optforge.int8_weight", "bf16", (m, n, k), bf16, torch.int8, lambda x, w: ops.int8_weight(x, w, scale, None))
-    yield _case(
-        device, "optforge.fp8_weight", "bf16", (m, n, k), bf16, torch.uint8, lambda x, w: ops.fp8_weight(x, w, scale, None, "e4m3fn")
-    )
-    if k % GROUP == 0:
-        groups = torch.full((n, k // GROUP), 1e-3, device=device)
-        call = lambda x, w: ops.int4_weight(x, w, groups, None, None, GROUP)  # noqa: E731 - a line of its own would hide that it is one operator
-        yield _case(device, "optforge.int4_weight", "bf16", (m, n, k), bf16, torch.uint8, call, packing=2, detail=f"group={GROUP}")
+def _with_bias(x: Tensor, w: Tensor) -> Tensor:
+    return torch.addmm(w[:, 0], x, w.t())
 
 
-def _case(
-    device: torch.device,
-    name: str,
-    dtype: str,
-    size: tuple[int, int, int],
-    x_dtype: torch.dtype,
-    w_dtype: torch.dtype,
-    call: Callable[[Tensor, Tensor], Tensor],
-    *,
-    packing: int = 1,
-    detail: str = "",
-) -> Case:
-    """`packing`: values of the weight in one stored element."""
-    m, n, k = size
-    weight = n * k * w_dtype.itemsize / packing
-
-    def make(copies: int) -> list[Call]:
-        x = random((m, k), x_dtype, device)
-        weights = [random((n, k // packing), w_dtype, device) for _ in range(copies)]
-        return [lambda w=w: call(x, w) for w in weights]  # type: ignore[misc]  # mypy types no lambda with a default
-
-    return Case(
-        kind=PRODUCT,
-        name=name,
-        dtype=dtype,
-        size=(1, m, n, k),
-        detail=detail,
-        flops=2.0 * m * n * k,
-        bytes=m * k * x_dtype.itemsize + weight + m * n * (4 if dtype == "int8" else 4 if dtype == "fp32" else 2),
-        cold=weight,
-        extra=weight if name == "optforge.int8_packed" else 4 * weight,
-        make=make,
-    )
+def _whole(x: Tensor, w: Tensor) -> Tensor:
+    return torch._int_mm(x, w.t())
 
 
-def _gradient(device: torch.device, n: int, k: int, rows: int) -> Call:
-    dy, x = random((rows, n), torch.bfloat16, device), random((rows, k), torch.bfloat16, device)
-    return lambda: torch.mm(dy.t(), x)
+def _int4(scale: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    result: Tensor = torch.ops.optforge.int4_weight(x, w, scale, None, None, GROUP)
+    return result
+
+
+def _transposed(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.mm(dy.t(), x)
+
+
+def _pair(first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return random(first, dtype, device), random(second, dtype, device)
 
 
 def vnni() -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from optforge.measure.machine import attention, convolutions, elementwise, overheads, peaks, products
 from optforge.measure.machine.case import Case, cache_bytes, copies
-from optforge.measure.machine.clock import Clock, clock_for
+from optforge.measure.machine.clock import Call, Clock, Timed, clock_for
 from optforge.measure.machine.point import Overheads, Peaks, Point
 
 Tell = Callable[[str], Any]
@@ -24,6 +24,8 @@ NOISY, USELESS = 0.3, 1.0
 """Spread above which a point is measured again, and above which it is left out if it still spreads so."""
 LEAST_SHARE = 0.25
 """On a CPU a point whose work is less than this share of its time is left out: the rest is the launch, and its noise."""
+SMALLEST_SHARE = 0.02
+"""On CUDA the smallest kernels take what an empty one takes; this much of it counts as work, since a time of zero has no logarithm."""
 
 
 @dataclass(kw_only=True)
@@ -54,9 +56,7 @@ def survey(device: torch.device, tell: Tell, *, budget_s: float) -> Survey:
     """
     begun = time.perf_counter()
     result = quick(device, tell)
-    clock = clock_for(device)
-    direct = overheads.direct_call(device)
-    cache = cache_bytes(device)
+    surveyor = _Surveyor(device, result)
     count = 0
     for case in cases(device):
         if time.perf_counter() - begun > budget_s:
@@ -65,8 +65,7 @@ def survey(device: torch.device, tell: Tell, *, budget_s: float) -> Survey:
         count += 1
         if count % 20 == 1:
             tell(f"operator {count}, {time.perf_counter() - begun:.0f} of at most {budget_s:.0f} s: {case.title}")
-        launch = _launch(result.overheads, direct, case, device)
-        found = _measured(case, clock, launch, result.peaks, cache, device)
+        found = surveyor.measured(case)
         if isinstance(found, Point):
             result.points.append(found)
         else:
@@ -102,46 +101,56 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from (case for case in turn if case is not None)
 
 
-def _launch(known: Overheads, direct: float, case: Case, device: torch.device) -> float:
-    """What of a case's time is launching it, and is predicted apart."""
-    if device.type == "cuda":
-        return known.captured_kernel
-    return known.compiled_region + known.compiled_kernel if case.compiled else direct
+class _Surveyor:
+    """Measures cases one by one, against what is known of the machine."""
 
+    def __init__(self, device: torch.device, known: Survey) -> None:
+        self.device, self.known = device, known
+        self.clock: Clock = clock_for(device)
+        self.direct = overheads.direct_call(device)
+        self.cache = cache_bytes(device)
 
-def _measured(case: Case, clock: Clock, launch: float, known: Peaks, cache: int, device: torch.device) -> Point | str:
-    """The point, or why there is none."""
-    ideal = max(case.flops / known.flops.get(case.dtype, known.flops["fp32"]), case.bytes / known.bandwidth_bytes_per_s)
-    if ideal > LONGEST_S[device.type]:
-        return f"would take {ideal:.2g} s at the peak"
-    many = copies(case, cache)
-    if case.bytes + case.extra + many * case.cold > MOST_BYTES[device.type]:
-        many = max(1, int((MOST_BYTES[device.type] - case.bytes - case.extra) // max(case.cold, 1)))
-        if case.bytes + case.extra > MOST_BYTES[device.type]:
+    def measured(self, case: Case) -> Point | str:
+        """The point, or why there is none."""
+        if (ideal := self._ideal(case)) > LONGEST_S[self.device.type]:
+            return f"would take {ideal:.2g} s at the peak"
+        room = MOST_BYTES[self.device.type] - case.bytes - case.extra
+        if room < 0:
             return f"needs {(case.bytes + case.extra) / 1e9:.1f} GB"
-    try:
-        with torch.no_grad():
-            calls = case.make(many)
-            timed = clock.time(calls)
-            if timed.spread > NOISY:
-                timed = min(timed, clock.time(calls), key=lambda one: one.spread)
-    except (RuntimeError, NotImplementedError) as error:  # an operator that this build or device lacks is said, and the rest measured
-        return str(error).strip().splitlines()[0]
-    if timed.spread > USELESS:
-        return f"its rounds spread by {timed.spread:.1f} of their median: the machine was busy"
-    work = timed.seconds - launch
-    if work < LEAST_SHARE * timed.seconds:
-        if device.type == "cpu":
+        many = min(copies(case, self.cache), max(1, int(room // max(case.cold, 1))))
+        try:
+            timed = self._timed(case.make(many))
+        except (RuntimeError, NotImplementedError) as error:  # an operator that this build or device lacks is said, the rest is measured
+            return str(error).strip().splitlines()[0]
+        if timed.spread > USELESS:
+            return f"its rounds spread by {timed.spread:.1f} of their median: the machine was busy"
+        work = timed.seconds - self._launch(case)
+        if work < LEAST_SHARE * timed.seconds and self.device.type == "cpu":
             return "its time is that of its launch"
-        work = max(work, 0.02 * timed.seconds)
-    return Point(
-        kind=case.kind,
-        name=case.name,
-        dtype=case.dtype,
-        size=case.size,
-        detail=case.detail,
-        phase=case.phase,
-        bytes=case.bytes,
-        seconds=work,
-        spread=timed.spread,
-    )
+        return Point(
+            kind=case.kind,
+            name=case.name,
+            dtype=case.dtype,
+            size=case.size,
+            detail=case.detail,
+            phase=case.phase,
+            bytes=case.bytes,
+            seconds=max(work, SMALLEST_SHARE * timed.seconds),
+            spread=timed.spread,
+        )
+
+    def _ideal(self, case: Case) -> float:
+        peaks = self.known.peaks
+        return max(case.flops / peaks.flops.get(case.dtype, peaks.flops["fp32"]), case.bytes / peaks.bandwidth_bytes_per_s)
+
+    def _timed(self, calls: list[Call]) -> Timed:
+        with torch.no_grad():
+            timed = self.clock.time(calls)
+            return min(timed, self.clock.time(calls), key=lambda one: one.spread) if timed.spread > NOISY else timed
+
+    def _launch(self, case: Case) -> float:
+        """What of a case's time is launching it, and is predicted apart."""
+        known = self.known.overheads
+        if self.device.type == "cuda":
+            return known.captured_kernel
+        return known.compiled_region + known.compiled_kernel if case.compiled else self.direct
