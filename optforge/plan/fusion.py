@@ -9,9 +9,9 @@ kernels that Inductor really makes in tests/plan/test_fusion.py.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from optforge.plan.graph import BACKWARD, EMBEDDING, FORWARD, FUSIBLE, REDUCTION, UPDATE, Access, Graph, Kernel, Operator
@@ -25,6 +25,9 @@ what follows the reduction starts anew."""
 
 SHARED_BYTES = 10
 """Bytes that two kernels without a value between them must both read to be merged: Inductor's `score_fusion_memory_threshold`."""
+
+PARTS = 2
+"""Readers of parts of a value up to which each works its own part out anew."""
 
 PERSISTENT = ("parameter", "buffer", "input", "cache", "gradient")
 """Roles of values that outlive the kernel that writes them."""
@@ -46,7 +49,13 @@ def kernels(graph: Graph, *, compiled: bool, regions: Sequence[str] = ("",)) -> 
     """
     if not compiled:
         return [_kernel(graph, [operator], operator.reads, operator.writes) for operator in graph.operators]
-    return _Merger(graph, regions).kernels()
+    return _Merger(_without_repetition(graph, regions), regions).kernels()
+
+
+def merged(graph: Graph, regions: Sequence[str] = ("",)) -> tuple[Graph, list[list[int]]]:
+    """The graph as a compiler sees it, without repetition, and the numbers of its operators by kernel."""
+    reduced = _without_repetition(graph, regions)
+    return reduced, _Merger(reduced, regions).members()
 
 
 def region_of(module: str, phase: str, regions: Iterable[str]) -> str | None:
@@ -60,6 +69,36 @@ def region_of(module: str, phase: str, regions: Iterable[str]) -> str | None:
         return BACKWARD if any(True for _ in regions) else EAGER
     inside = [region for region in regions if not region or module == region or module.startswith(f"{region}.")]
     return f"{FORWARD}:{max(inside, key=len)}" if inside else EAGER
+
+
+def _without_repetition(graph: Graph, regions: Sequence[str]) -> Graph:
+    """The graph without what a second module does to the same values as a first one, which a compiler does once.
+
+    Three quantized linears that read one input each round it. Within one module nothing is taken for a repetition, since a
+    graph does not tell numbers apart that operators take beside their tensors.
+    """
+    same: dict[int, int] = {}
+    first: dict[Hashable, Operator] = {}
+    counts: Counter[Hashable] = Counter()
+    kept: list[Operator] = []
+    for operator in graph.operators:
+        reads = tuple(replace(access, key=same.get(access.key, access.key)) for access in operator.reads)
+        region = region_of(operator.module, operator.phase, regions)
+        if operator.kind in FUSIBLE and region is not EAGER and _is_pure(graph, operator):
+            what = (region, operator.name, operator.dtype, operator.size, reads)
+            counts[what, operator.module] += 1
+            before = first.setdefault((what, counts[what, operator.module]), operator)
+            if before.module != operator.module:
+                same.update(zip((a.key for a in operator.writes), (a.key for a in before.writes), strict=True))
+                continue
+        kept.append(replace(operator, reads=reads))
+    return replace(graph, operators=kept, outputs=tuple(same.get(key, key) for key in graph.outputs))
+
+
+def _is_pure(graph: Graph, operator: Operator) -> bool:
+    """Whether it reads something and writes only values of its own."""
+    read = {access.key for access in operator.reads}
+    return bool(read) and not any(access.key in read or graph.values[access.key].role in PERSISTENT for access in operator.writes)
 
 
 @dataclass(eq=False)
@@ -91,10 +130,14 @@ class _Merger:
         self.groups: list[_Group] = []  # of each operator, by its number
 
     def kernels(self) -> list[Kernel]:
+        return [self._merged(members) for members in self.members()]
+
+    def members(self) -> list[list[int]]:
+        """Numbers of the operators of each kernel, in the order in which the kernels start."""
         for number in range(len(self.graph.operators)):
             self._place(number)
         distinct = list({id(group): group for group in self.groups}.values())
-        return [self._merged(sorted(group.members)) for group in distinct]
+        return [sorted(group.members) for group in distinct]
 
     def _place(self, number: int) -> None:
         group = self._alone(number)
@@ -136,7 +179,7 @@ class _Merger:
         if first.elements == second.elements:
             return not first.ends
         if second.elements < first.elements:
-            return second.rows is None and second.elements == first.rows
+            return second.rows is None and (second.elements == first.rows or self._taken_in_parts(first))
         return first.rows is None and (first.elements == second.rows or self._read_only_by(first, second))
 
     def _read_only_by(self, first: _Group, second: _Group) -> bool:
@@ -144,6 +187,12 @@ class _Merger:
         readers = {reader for member in first.members for reader in self.flow.readers[member]}
         inside = {*first.members, *second.members}
         return readers <= inside and not any(self._persists(member) for member in first.members)
+
+    def _taken_in_parts(self, first: _Group) -> bool:
+        """Whether a few smaller loops each work out their own part of the larger one, the whole of which nobody wants."""
+        readers = {reader for member in first.members for reader in self.flow.readers[member]} - {*first.members}
+        smaller = all(self.graph.operators[reader].kind in FUSIBLE and self.flow.elements[reader] < first.elements for reader in readers)
+        return first.rows is None and len(readers) <= PARTS and smaller and not any(self._persists(member) for member in first.members)
 
     def _stays_ordered(self, first: _Group, second: _Group) -> bool:
         """Whether no third kernel would have to run both after and before the merged one."""
@@ -155,8 +204,9 @@ class _Merger:
         return True
 
     def _merge(self, first: _Group, second: _Group) -> _Group:
+        parts = second.elements < first.elements and self._taken_in_parts(first)
+        first.elements = second.elements if parts else max(first.elements, second.elements)
         first.members += second.members
-        first.elements = max(first.elements, second.elements)
         first.rows = second.rows if first.rows is None else first.rows
         first.ends = first.ends or second.ends
         first.bits |= second.bits
@@ -235,7 +285,7 @@ def _elements(operator: Operator) -> int:
 
 
 def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access], writes: Iterable[Access]) -> Kernel:
-    """One kernel for `operators`, which moves these accesses; parts of one value add up to no more than the value."""
+    """One kernel for `operators`, which moves these accesses."""
     chief = max(operators, key=lambda operator: (operator.kind == REDUCTION, prod(operator.size))) if len(operators) > 1 else operators[0]
     first = operators[0]
     return Kernel(
@@ -269,7 +319,12 @@ def _dtype(operators: Sequence[Operator]) -> str:
 
 
 def _moved(graph: Graph, accesses: Iterable[Access]) -> float:
-    found: dict[int, float] = defaultdict(float)
+    """Bytes of all accesses, those of one value together.
+
+    Of one value the largest accesses count, up to the whole of it: a graph does not tell which part each of them touches. Halves
+    of a packed value add up; a value read as a whole and in halves is read once.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
     for access in accesses:
-        found[access.key] += access.bytes
-    return sum(min(size, graph.values[key].bytes) for key, size in found.items())
+        found[access.key].append(access.bytes)
+    return sum(min(graph.values[key].bytes, max(sizes) * sizes.count(max(sizes))) for key, sizes in found.items())
