@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-EXTRAS := dev,hf,vision
+EXTRAS := dev,hf,vision,xla
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

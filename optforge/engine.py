@@ -11,12 +11,20 @@ from optforge import verdicts
 from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK
 from optforge.execution import Execution
 from optforge.plan.make import Plan, make
+from optforge.plan.xla import require_extra
 from optforge.progress import Progress, SilentProgress
 from optforge.spec import Report, Run
 
 
 def plan(run: Run, *, executes: bool = True) -> Plan:
-    """Orders, checks and estimates a run without loading a weight. See `optforge.plan.make`."""
+    """Orders, checks and estimates a run without loading a weight. See `optforge.plan.make`.
+
+    Raises:
+        MissingDependency: the run is to be executed for an XLA target, and what compiles for it cannot be imported; raised
+            before any work on the model.
+    """
+    if executes:
+        require_extra(run.hardware)
     return make(run, executes=executes)
 
 

@@ -33,7 +33,7 @@ EXTRAS = {
     "nvidia": "no energy per token and no driver facts on NVIDIA devices",
     "vision": "no photos, so efficientnet_lite0 has no quality figures",
     "thunder": "no `engine: thunder` in compile steps",
-    "xla": "no XLA backend and no TPU predictions",
+    "xla": "plans for TPUs hold no program compiled by XLA, and runs for TPUs are refused",
     "sweep": "no optuna search and no Slurm launcher for sweeps",
     "dev": "the test suite, the linters and the package build do not run",
 }

@@ -67,9 +67,7 @@ def compile_for(plan: Plan, *, timeout_s: float = TIMEOUT_S) -> Xla:
         return Xla(reason=f"libtpu has no topology for the architecture {plan.target.arch}; known: {', '.join(TOPOLOGIES)}")
     source = plan.run
     steps = tuple((planned.step.transform, planned.receipt) for planned in plan.rewrites)
-    request = Request(
-        model=source.model.source, workload=source.workload.source, data=source.data.source, steps=steps, topology=topology
-    )
+    request = Request(model=source.model.source, workload=source.workload.source, data=source.data.source, steps=steps, topology=topology)
     try:
         compiled: Compiled = isolate.call(ENTRY, request, timeout_s=timeout_s)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -50,7 +50,7 @@ def compile_step(request: Request) -> Compiled:
     lowerings.register()
     exported = step.export(request)
     found = topologies.get_topology_desc(request.topology.name, platform="tpu", **_chip(request))
-    device = found.devices[0]
+    device: Any = found.devices[0]  # jaxlib's class, which carries no types
     compiled = Compiled(device=device.device_kind, versions={name: version(name) for name in PACKAGES}, seconds=exported.seconds)
     start = time.perf_counter()
     lowered = _lower(exported, jax.sharding.SingleDeviceSharding(device))
@@ -80,7 +80,7 @@ def _lower(exported: Any, sharding: Any) -> Any:
     from torchax.export import JaxInterpreter
     from torchax.ops.mappings import t2j_dtype
 
-    table = torch.export.default_decompositions()
+    table: Any = torch.export.default_decompositions()  # a dict that PyTorch leaves untyped
     table.update(decompositions.DECOMPOSITIONS)
     program = exported.program.run_decompositions(table)
     given = len(exported.inputs) + len(exported.kept)
@@ -91,7 +91,8 @@ def _lower(exported: Any, sharding: Any) -> Any:
         return JaxInterpreter(program.graph_module).run(*states, *inputs, *kept, enable_io_processing=False)
 
     def shapes(tensors: Any) -> tuple[Any, ...]:
-        return tuple(jax.ShapeDtypeStruct(tuple(t.shape), t2j_dtype(t.dtype), sharding=sharding) for t in tensors)
+        shape: Any = jax.ShapeDtypeStruct  # its constructor is untyped
+        return tuple(shape(tuple(t.shape), t2j_dtype(t.dtype), sharding=sharding) for t in tensors)
 
     return jax.jit(run, donate_argnums=1).lower(shapes(states), shapes(exported.kept), shapes(exported.inputs))
 

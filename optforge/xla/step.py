@@ -9,6 +9,7 @@ would run: XLA writes a donated cache in place.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +66,10 @@ class _Pass(nn.Module):
     def __init__(self, module: nn.Module, work: Any) -> None:
         super().__init__()
         self.module = module
-        object.__setattr__(self, "_work", work)
+        self.once: Callable[[nn.Module], Any] = work.once
 
     def forward(self) -> Any:
-        return self._work.once(self.module)
+        return self.once(self.module)
 
 
 class _DecodeStep(nn.Module):
@@ -91,7 +92,8 @@ def _cache(config: Any, length: Tensor, kept: tuple[Tensor, ...]) -> Any:
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=kept[0].shape[2])
-    for layer, keys, values in zip(cache.layers, kept[::2], kept[1::2], strict=True):
+    layers: list[Any] = cache.layers  # typed as any kind of layer; decode's check lets only static ones through
+    for layer, keys, values in zip(layers, kept[::2], kept[1::2], strict=True):
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values, layer.cumulative_length = keys, values, length.clone()
     return cache
