@@ -32,12 +32,16 @@ from optforge.kernels.launches import ALIGNMENT, Configuration
 from optforge.progress import Progress, SilentProgress
 
 COMPILED, REFUSED = "compiled", "refused"
+MATRIX, TF32, ORDINARY = "matrix", "tf32", "ordinary"
 
 PROCESSES = 2
 """Compilers at work at the same time; each takes 200 to 400 MB."""
 
 LIMIT_S = 180
 """Seconds that one kernel may take; the slowest of this package takes 4."""
+
+START_S = 60
+"""Seconds that a compiler's process may take to start, on a busy machine."""
 
 FORMAT = 1
 """Of the kept results; a new one makes the old ones unseen."""
@@ -65,8 +69,9 @@ class Compiled:
     warps: int | None = None
     stages: int | None = None
     """Loads that the compiler keeps ahead of the product."""
-    matrix_units: bool | None = None
-    """Whether the product uses them; None for a kernel without a product."""
+    units: str | None = None
+    """What multiplies: `matrix` units, `tf32` (matrix units that round fp32 operands to a 10-bit mantissa) or `ordinary` cores; None
+    for a kernel without a product."""
     seconds: float | None = None
     reason: str = ""
     """Why it was refused: the compiler's own words, one line."""
@@ -106,8 +111,8 @@ def compile_all(jobs: Sequence[tuple[Configuration, str]], progress: Progress | 
     sources = {module: _sources(module) for module in {configuration.module for configuration, _ in jobs}}
     paths = [folder / f"{_key(configuration, arch, sources[configuration.module])}.json" for configuration, arch in jobs]
     found = {path: result for path in paths if (result := _read(path)) is not None}
-    progress.advance(sum(path in found for path in paths))
     missing = [(path, *job) for path, job in dict(zip(paths, jobs, strict=True)).items() if path not in found]
+    progress.advance(len(jobs) - len(missing))
     found |= _compile_missing(missing, folder, progress)
     return [found[path] for path in paths]
 
@@ -152,7 +157,7 @@ def _finish(jobs: Sequence[Job], work: Path) -> dict[Path, Compiled]:
         environment = {"TRITON_CACHE_DIR": str(work / "triton"), "TRITON_INTERPRET": "0", "TRITON_OVERRIDE_ARCH": ""}
         ended: ChildFailed | None = None
         try:
-            isolate.call(_child, left, work, timeout_s=LIMIT_S * len(left), env=environment)
+            isolate.call(_child, left, work, LIMIT_S, timeout_s=LIMIT_S * len(left) + START_S, env=environment)
         except ChildFailed as error:
             if error.kind is not None:  # an exception of ours, not a compiler's end
                 raise
@@ -231,7 +236,7 @@ def _write(path: Path, result: Compiled) -> None:
 # The compiler's side: everything below runs in a process of its own.
 
 
-def _child(jobs: Sequence[Job], work: Path) -> None:
+def _child(jobs: Sequence[Job], work: Path, limit_s: int) -> None:
     """Compiles the jobs one after another and writes each result as it comes."""
     said = (work / "said.txt").open("wb")
     os.dup2(said.fileno(), 1)  # the compilers complain on the descriptors, not through Python
@@ -241,7 +246,7 @@ def _child(jobs: Sequence[Job], work: Path) -> None:
             return
         said.seek(0)
         said.truncate()
-        signal.alarm(LIMIT_S)  # without a handler: ends the process wherever the compiler is
+        signal.alarm(limit_s)  # without a handler: ends the process wherever the compiler is
         result = _compile(configuration, arch, work)
         signal.alarm(0)
         _write(path, result)
@@ -267,7 +272,7 @@ def _compile(configuration: Configuration, arch: str, work: Path) -> Compiled:
         spills=spills,
         warps=built.metadata.num_warps,
         stages=built.metadata.num_stages,
-        matrix_units=_matrix_units(built.asm, arch),
+        units=_units(built.asm, arch),
         seconds=seconds,
         reason="" if fits else f"needs {columns} columns of tensor memory, the device has {TENSOR_MEMORY_COLUMNS}",
     )
@@ -330,20 +335,27 @@ def _amd_registers(assembly: str) -> tuple[int | None, int | None]:
     return int(used[1]) if used else None, int(spilled[1]) if spilled else None
 
 
-def _matrix_units(assembly: Any, arch: str) -> bool | None:
+def _units(assembly: Any, arch: str) -> str | None:
+    """Read off the instructions, since the compiler chooses them and does not always keep to the precision that was asked for."""
     if "tt.dot" not in assembly["ttir"]:
         return None
-    return "mma" in assembly["ptx"] if arch.startswith("sm_") else bool(re.search("v_mfma|v_wmma", assembly["amdgcn"]))
+    text = assembly["ptx" if arch.startswith("sm_") else "amdgcn"]
+    products = re.findall(r"mma[.]\S+|v_(?:mfma|wmma|smfmac)_\S+", text)
+    if not products:
+        return ORDINARY
+    return TF32 if any("tf32" in product or "xf32" in product for product in products) else MATRIX
 
 
 COMPLAINTS = (r"LLVM ERROR: .*", r"ptxas .*(?:error|fatal) .*", r"Assertion .* failed.*", r"(?<=error: ).*")
 
 
-def _reason(error: Exception, said: str) -> str:
+def _reason(error: BaseException, said: str) -> str:
     """The one line that tells why: the front end's message, else what the back end printed, else the exception's own."""
-    own = getattr(error, "error_message", None)
-    first = next((line.strip() for line in str(own or error).splitlines() if line.strip()), "")
-    return _complaint(str(own or error)) or _complaint(said) or (first if own else f"{type(error).__name__}: {first}")
+    while error.__cause__ is not None:  # the front end wraps what it was told in the kernel's source lines
+        error = error.__cause__
+    own = str(getattr(error, "error_message", None) or error)
+    first = next((line.strip() for line in own.splitlines() if line.strip()), "")
+    return _complaint(own) or _complaint(said) or f"{type(error).__name__}: {first}"
 
 
 def _complaint(text: str) -> str:

@@ -20,6 +20,12 @@ from optforge.spec import Hardware, Json
 COMPILED, REFUSED, OVER_SHARED_MEMORY, LIBRARY = "compiled", "refused", "over_shared_memory", "library"
 NOT_CHECKED = "not_checked"
 
+UNITS = {
+    cross_compile.ORDINARY: "the product runs on the ordinary cores, not on matrix units",
+    cross_compile.TF32: "the product rounds its fp32 operands to tf32, a 10-bit mantissa",
+}
+"""What a reader should know of the units that multiply."""
+
 PREFIX = "optforge."
 GPUS = ("nvidia", "amd")
 """Backends whose targets launch the Triton kernels."""
@@ -62,8 +68,9 @@ class KernelReport:
     spills: int | None = None
     """32-bit registers of one thread that had to move to memory."""
     warps: int | None = None
-    matrix_units: bool | None = None
-    """Whether the product uses them; None for a kernel without a product."""
+    units: str | None = None
+    """What multiplies: `matrix` units, `tf32` (matrix units that round fp32 operands) or `ordinary` cores; None for a kernel without
+    a product."""
     seconds: float | None = None
     """What compiling took, when it was done."""
     reason: str = ""
@@ -182,7 +189,7 @@ def _report(kernel: Launched, hardware: Hardware, compiled: Compiled | None) -> 
     return KernelReport(
         **(
             asdict(common)
-            | {name: getattr(compiled, name) for name in ("registers", "shared_memory_bytes", "spills", "warps", "matrix_units", "seconds")}
+            | {name: getattr(compiled, name) for name in ("registers", "shared_memory_bytes", "spills", "warps", "units", "seconds")}
             | dict(zip(("status", "reason"), judged(compiled, hardware.shared_memory_bytes), strict=True))
             | {"shared_memory_limit": hardware.shared_memory_bytes}
         )
@@ -196,9 +203,7 @@ def judged(compiled: Compiled, limit: int | None) -> tuple[str, str]:
     needed = compiled.shared_memory_bytes or 0
     if limit is not None and needed > limit:
         return OVER_SHARED_MEMORY, f"needs {needed:,} bytes of shared memory, a thread block has {limit:,}"
-    said = []
-    if compiled.matrix_units is False:
-        said.append("the product runs on the ordinary cores, not on matrix units")
+    said = [UNITS[compiled.units]] if compiled.units in UNITS else []
     if compiled.spills:
         said.append(f"{compiled.spills:,} registers of each thread spill to memory")
     return COMPILED, "; ".join(said)
