@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from optforge.plan.graph import ATTENTION, POINTWISE, PRODUCT, UNKNOWN, Graph, O
 from optforge.plan.kernels import check, launched, notes
 
 H100 = config.hardware("h100")
-DATA = config.compose(config.parse(["recipe=baseline", "data=random_tokens"], cwd=Path.cwd()), cwd=Path.cwd()).data.source
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +138,7 @@ def test_a_traced_model_launches_one_kernel_for_each_quantized_layer() -> None:
     import torch
     from toys import TinyLM, context
 
+    from optforge.data.inputs import Inputs
     from optforge.models.base import Loaded
     from optforge.plan.trace import trace
     from optforge.transforms.quantize import Quantize, SchemeName
@@ -149,7 +148,7 @@ def test_a_traced_model_launches_one_kernel_for_each_quantized_layer() -> None:
         model = TinyLM(layers=3, width=64, heads=4).to(torch.bfloat16).eval()
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     Quantize(scheme=SchemeName.int4_weight, group_size=32, symmetric=False).apply(model, context())
-    graph = trace(Loaded(module=model, family="module", name="tiny", example=((ids,), {})), Forward(), DATA, H100)
+    graph = trace(Loaded(module=model, family="module", name="tiny", example=((ids,), {})), Forward(), Inputs(), H100)
     own = [item for item in launched(graph, H100) if item.configuration]
     assert sum(item.count for item in own) == 3 * 7 + 1, "seven linears a block, and the head"
     assert {item.kernel for item in own} == {"matmul_kernel"}
