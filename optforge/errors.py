@@ -113,6 +113,15 @@ class ChildTimeout(ChildFailed):
     """An isolated process ran longer than it may, and was stopped."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM. A `SystemExit` of a class of its own, since a user's code may call `sys.exit`, which is a crash of the run."""
+
+
+def message(error: BaseException) -> str:
+    """What an exception says; that of `sys.exit` says nothing by itself."""
+    return f"code of the run's own called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
+
+
 def near(name: str, known: Iterable[str], count: int = 3) -> str:
     """`did you mean a, b?` for the names nearest to `name`, or an empty string when none is near."""
     found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)

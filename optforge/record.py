@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from optforge import environment
-from optforge.errors import OutOfMemory
+from optforge.errors import OutOfMemory, Terminated, message
 from optforge.measure import memory
 from optforge.plan.make import Plan
 from optforge.report import store
@@ -44,7 +44,7 @@ class Record:
         try:
             yield
             self.report.status = "complete"
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, Terminated):
             self.report.reason = "interrupted"
             raise
         except BaseException as error:
@@ -56,8 +56,9 @@ class Record:
 
     def _failed(self, error: BaseException) -> None:
         self.report.status = self.report.verdict = "failed"
-        self.report.reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.report.error = {"type": type(error).__name__, "message": str(error)}
+        told = message(error)
+        self.report.reason = told.splitlines()[0] if told else type(error).__name__
+        self.report.error = {"type": type(error).__name__, "message": told}
 
     def _out_of_memory(self, error: BaseException) -> bool:
         """Records an out-of-memory error and lets go of everything its frames hold; False for any other error."""

@@ -130,6 +130,20 @@ class Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """How the jobs of a sweep are run; the same for all of them, and no part of any."""
+
+    devices: str | tuple[str, ...] | None = None
+    """Numbers of the GPUs to share out, one job on each at a time; `all`; None: one job at a time, which sees every device."""
+    on_error: str = "continue"
+    """continue: later jobs run after a failure; stop: they are not started."""
+    timeout_s: float | None = None
+    """Seconds after which a job is ended; None: never."""
+    resume: str | None = None
+    """Folder of an earlier sweep of the same definition whose finished jobs are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quality:
     """How the difference from the baseline is measured."""
 
@@ -157,6 +171,7 @@ class Run:
     hardware: Hardware
     quality: Quality = Quality()
     measure: Measure = Measure()
+    sweep: SweepOptions = SweepOptions()
     save: bool = False
     downgrade: str = "allow"
     reorder: str = "allow"

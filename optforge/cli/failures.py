@@ -16,7 +16,7 @@ from types import FrameType
 
 import typer
 
-from optforge.errors import EXIT_CRASH, OptForgeError, UserError
+from optforge.errors import EXIT_CRASH, OptForgeError, Terminated, UserError, message
 
 EXIT_INTERRUPT, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 MAX_LINES = 20
@@ -43,7 +43,7 @@ def guard(*, debug: bool) -> Iterator[None]:
             raise typer.Exit(tell(error, debug=debug)) from error
 
 
-def tell(error: Exception, *, debug: bool, logfile: Path | None = None) -> int:
+def tell(error: BaseException, *, debug: bool, logfile: Path | None = None) -> int:
     """Prints one `error: ...` line per problem on stderr and returns the exit code.
 
     A traceback is printed only under `debug`. Where the run has a log, it is written there, and a crash names the path.
@@ -59,12 +59,12 @@ def tell(error: Exception, *, debug: bool, logfile: Path | None = None) -> int:
     return error.exit_code if isinstance(error, OptForgeError) else EXIT_CRASH
 
 
-def _lines(error: Exception) -> list[str]:
+def _lines(error: BaseException) -> list[str]:
     if isinstance(error, UserError):
         lines = [" ".join(str(problem).split()) for problem in error.problems]
     else:
         kind = "" if isinstance(error, OptForgeError) else f"{type(error).__name__}: "
-        first = str(error).strip().splitlines()
+        first = message(error).strip().splitlines()
         lines = [f"{kind}{first[0] if first else 'no message'}"]
     if len(lines) > MAX_LINES:
         lines = [*lines[:MAX_LINES], f"and {plural(len(lines) - MAX_LINES, 'more problem')}"]
@@ -85,7 +85,7 @@ def _terminable() -> Iterator[None]:
     """SIGTERM ends the command as an exception, so that reports and temporary files are closed on the way out."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(EXIT_TERMINATED)
+        raise Terminated(EXIT_TERMINATED)
 
     try:
         before = signal.signal(signal.SIGTERM, stop)

@@ -2,12 +2,15 @@
 
 Hydra composes, makes the folder and decides how often to call. A job never lets an exception out to Hydra, which would
 end the sweep with it and print its own trace: it is told on stderr, written to the job's log and report, and counted.
+Under a launcher that is not OptForge's the job may be in another process, or on another machine: it writes its record
+itself.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from optforge import config, logs, preflight
 from optforge.cli.failures import tell
-from optforge.errors import EXIT_CRASH, EXIT_OK, ConfigError, OutputError, Problem
+from optforge.errors import EXIT_CRASH, EXIT_OK, ConfigError, OutputError, Problem, Terminated, message
 from optforge.spec import Report, Run
 
 if TYPE_CHECKING:
@@ -59,9 +62,9 @@ def hydra_main(argv: Sequence[str], settings: Settings) -> list[Outcome]:
 
     outcomes: list[Outcome] = []
 
-    def _job(cfg: DictConfig) -> int:
+    def _job(cfg: DictConfig) -> float:
         outcomes.append(run_job(cfg, settings))
-        return outcomes[-1].code
+        return record_job(outcomes[-1])
 
     application = hydra.main(version_base="1.3", config_path=config.CONFIG_PATH, config_name="config")(_job)
     with _hydras_argv(argv):
@@ -87,9 +90,32 @@ def run_job(cfg: DictConfig, settings: Settings) -> Outcome:
             run = config.run_from_cfg(cfg, cwd=settings.cwd, command=settings.command)
             report, code = _execute(run, folder)
             return Outcome(folder=folder, code=code, verdict=report.verdict)
-        except Exception as error:  # told, logged and counted; the next job of a sweep must run
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as error:  # told, logged and counted; the next job of a sweep must run
             code = tell(error, debug=settings.debug, logfile=logfile)
             return Outcome(folder=folder, code=code, verdict="failed")
+
+
+def record_job(ended: Outcome) -> float:
+    """Writes the record of a job that Hydra runs as part of a sweep, and returns what a sweeper may minimize."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from optforge.sweep import outcome, store
+
+    hydra = HydraConfig.get()
+    job = store.Job(
+        index=hydra.job.num if hydra.mode == RunMode.MULTIRUN else 0,
+        name=ended.folder.name.partition("_")[2],
+        overrides=[str(text) for text in hydra.overrides.task],
+        folder=ended.folder.name,
+        log="optforge.log",
+    )
+    outcome.conclude(job, ended.folder, ended.code)
+    if hydra.mode == RunMode.MULTIRUN:
+        store.write_status(job, ended.folder.parent)
+    return math.inf if job.objective is None else job.objective
 
 
 def _execute(run: Run, folder: Path) -> tuple[Report, int]:
@@ -104,7 +130,7 @@ def _execute(run: Run, folder: Path) -> tuple[Report, int]:
     with logs.adopted("torch", "transformers"), preflight.compiler_cache(folder) as moved:
         try:
             plan = engine.plan(run)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _write_failure(run, folder, error)
             raise
         if plan.compile is not None:
@@ -130,20 +156,20 @@ def _write_plan(plan: Plan, folder: Path) -> None:
     (folder / "environment.json").write_text(json.dumps(environment.collect(plan.backend), indent=2) + "\n", encoding="utf-8")
 
 
-def _write_failure(run: Run, folder: Path, error: Exception) -> None:
+def _write_failure(run: Run, folder: Path, error: BaseException) -> None:
     """A report of a run that ended before it had a plan, so that every folder says what became of it."""
     from optforge.report import store
 
     report = Report(
         status="failed",
         verdict="failed",
-        reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        reason=message(error).splitlines()[0] if message(error) else type(error).__name__,
         recipe={"name": run.recipe.name, "description": run.recipe.description, "goal": run.recipe.goal, "source": run.recipe.source},
         target={"name": run.hardware.name},
         model={"name": run.model.name},
         workload={"name": run.workload.name},
         command=run.command,
-        error={"type": type(error).__name__, "message": str(error)},
+        error={"type": type(error).__name__, "message": message(error)},
         folder=str(folder),
     )
     store.write(report, folder)

@@ -6,14 +6,12 @@ the lock, because Hydra's own pattern gives two runs of one second the same one.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from optforge import config, preflight
-from optforge.cli.failures import plural
-from optforge.cli.job import Outcome, Settings, exit_code, hydra_main
+from optforge.cli.job import Settings, exit_code, hydra_main
+from optforge.cli.sweep import sweep_command, value_of
 from optforge.config import Arguments
 from optforge.config.store import quoted
 
@@ -50,16 +48,14 @@ def run_command(request: Request) -> int:
     settings = Settings(command=request.command, cwd=cwd, debug=request.debug, verbose=request.verbose)
     if any(flag.split("=", 1)[0] in QUESTIONS for flag in arguments.hydra):
         return exit_code(hydra_main([*arguments.hydra, *arguments.overrides], settings))
-    folder = _sweep_folder(arguments, cwd) if arguments.multirun else _run_folder(arguments, cwd)
-    outcomes = hydra_main([*arguments.hydra, *QUIET, *arguments.overrides, *folder], settings)
     if arguments.multirun:
-        _summarize(outcomes)
-    return exit_code(outcomes)
+        return sweep_command(arguments, settings, QUIET)
+    return exit_code(hydra_main([*arguments.hydra, *QUIET, *arguments.overrides, *_run_folder(arguments, cwd)], settings))
 
 
 def _run_folder(arguments: Arguments, cwd: Path) -> list[str]:
     """Checks the run, and makes its folder; the override that tells Hydra, or none where the user named one."""
-    named = _value(arguments.overrides, preflight.RUN_OVERRIDE)
+    named = value_of(arguments.overrides, preflight.RUN_OVERRIDE)
     if named is not None:
         _claim(named, cwd, preflight.RUN_OVERRIDE)
     run = config.compose(arguments, cwd=cwd)
@@ -68,36 +64,11 @@ def _run_folder(arguments: Arguments, cwd: Path) -> list[str]:
     return [_override(preflight.RUN_OVERRIDE, preflight.run_folder(Path(run.output_dir), run.recipe.name, run.hardware.name))]
 
 
-def _sweep_folder(arguments: Arguments, cwd: Path) -> list[str]:
-    """The same for a sweep: every job is checked before the first one starts."""
-    named = _value(arguments.overrides, preflight.SWEEP_OVERRIDE)
-    if named is not None:
-        _claim(named, cwd, preflight.SWEEP_OVERRIDE)
-    runs = config.compose_all(arguments, cwd=cwd)
-    if named is not None:
-        return []
-    return [_override(preflight.SWEEP_OVERRIDE, preflight.sweep_folder(Path(runs[0].output_dir)))]
-
-
 def _claim(named: str, cwd: Path, override: str) -> None:
     if "${" not in named:  # what Hydra still has to fill in is claimed by Hydra
         preflight.claim(cwd / named, override)
 
 
-def _value(overrides: Sequence[str], key: str) -> str | None:
-    """The last value given to `key`, without quotes, or None."""
-    values = [text.partition("=")[2] for text in overrides if text.partition("=")[0].lstrip("+") == key]
-    return values[-1].strip("'\"") if values else None
-
-
 def _override(key: str, folder: Path) -> str:
     """`key="<folder>"` in Hydra's grammar."""
     return f"{key}={quoted(str(folder.absolute()))}"
-
-
-def _summarize(outcomes: Sequence[Outcome]) -> None:
-    """One line per job, and how many ended well."""
-    for outcome in outcomes:
-        print(f"{outcome.verdict:15} {outcome.folder}")
-    failed = sum(outcome.code != 0 for outcome in outcomes)
-    print(f"{plural(len(outcomes), 'job')}, {failed or 'none'} with a non-zero exit code", file=sys.stderr)

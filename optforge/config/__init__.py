@@ -16,7 +16,7 @@ Recipes are read by `optforge.recipe`, which knows neither. Reading a configurat
 
 from optforge.config.argv import choices, parse
 from optforge.config.build import hardware
-from optforge.config.compose import CONFIG_NAME, CONFIG_PATH, compose, compose_all, recipe, run_from_cfg
+from optforge.config.compose import CONFIG_NAME, CONFIG_PATH, compose, compose_all, jobs_of, recipe, run_from_cfg, searches
 from optforge.config.flags import Arguments
 from optforge.config.paths import Option, conf_dir, options, recipes_dir
 from optforge.config.saved import run_from_yaml, to_yaml
@@ -32,12 +32,14 @@ __all__ = [
     "compose_all",
     "conf_dir",
     "hardware",
+    "jobs_of",
     "options",
     "parse",
     "recipe",
     "recipes_dir",
     "run_from_cfg",
     "run_from_yaml",
+    "searches",
     "step",
     "to_yaml",
 ]

@@ -20,7 +20,7 @@ SECTIONS = ("recipe", "model", "data", "workload", "hardware")
 PART_KEYS = ("name", "kind")
 PATH_KEYS = ("path", "folder", "checkpoint", "weights", "tokenizer")
 """Options of models and data that may be paths."""
-ABOVE_ZERO = ("tokens", "window", "items", "min_rounds", "max_s", "budget_s", "steady")
+ABOVE_ZERO = ("tokens", "window", "items", "min_rounds", "max_s", "budget_s", "steady", "timeout_s")
 
 
 PEAKS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4", "int4")
@@ -52,8 +52,16 @@ class Measure(spec.Measure):
     attribution: Literal["prefix", "leave_one_out", "ends"] = "prefix"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(spec.SweepOptions):
+    """`spec.SweepOptions` with its choices."""
+
+    devices: Literal["all"] | tuple[str, ...] | None = None
+    on_error: Literal["continue", "stop"] = "continue"
+
+
 SETTINGS = tuple(Settings.__dataclass_fields__)
-TOP = (*SECTIONS, "quality", "measure", *SETTINGS)
+TOP = (*SECTIONS, "quality", "measure", "sweep", *SETTINGS)
 """Every key that a run may have."""
 
 
@@ -72,6 +80,7 @@ def run(tree: Mapping[str, Json], sources: Sources, *, cwd: Path, command: str =
     built["recipe"] = schema.collected(problems, _recipe, tree.get("recipe"), sources, cwd, origins)
     built["quality"] = _section(spec.Quality, "quality", tree, sources, problems)
     built["measure"] = _section(Measure, "measure", tree, sources, problems)
+    sweep = _section(SweepOptions, "sweep", tree, sources, problems)
     settings = schema.build(
         Settings, {key: tree[key] for key in SETTINGS if key in tree}, "", kind="a run", problems=problems, where=sources.where
     )
@@ -81,7 +90,10 @@ def run(tree: Mapping[str, Json], sources: Sources, *, cwd: Path, command: str =
     values = schema.plain_fields(settings) | {"fail_on": tuple(settings.fail_on)}
     values["output_dir"] = str(cwd / Path(settings.output_dir).expanduser())
     measure = spec.Measure(**schema.plain_fields(built.pop("measure")))
-    return spec.Run(**built, measure=measure, **values, command=command, resolved=resolved, origins=dict(sorted(origins.items())))
+    shared = spec.SweepOptions(**{name: getattr(sweep, name) for name in SweepOptions.__dataclass_fields__})
+    return spec.Run(
+        **built, measure=measure, sweep=shared, **values, command=command, resolved=resolved, origins=dict(sorted(origins.items()))
+    )
 
 
 def unknown_top(key: str, where: str) -> Problem:

@@ -48,7 +48,7 @@ def compose_all(arguments: Arguments, cwd: Path, command: str = "") -> list[spec
     Raises:
         ConfigError: with every problem of every job, each told once, with the job's own overrides where it is not in all.
     """
-    jobs = list(itertools.islice(_jobs(arguments.overrides), MAX_JOBS + 1))
+    jobs = list(itertools.islice(jobs_of(arguments), MAX_JOBS + 1))
     if len(jobs) > MAX_JOBS:
         raise ConfigError(
             Problem(where="-m", what=f"the sweep has more than {MAX_JOBS} jobs", fix="give fewer values, or a sweeper that searches")
@@ -73,10 +73,15 @@ def _of_jobs(problem: Problem, places: list[str], count: int) -> Problem:
     return Problem(where=f"{problem.where} [{places[0]}]", what=problem.what, fix=problem.fix)
 
 
-def _jobs(overrides: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Each job's overrides, and those among them that differ between jobs."""
+def searches(arguments: Arguments) -> bool:
+    """Whether the sweeper decides about later jobs when it has seen how earlier ones ended."""
+    return any(text.startswith("hydra/sweeper=") and not text.endswith("=basic") for text in arguments.overrides)
+
+
+def jobs_of(arguments: Arguments) -> Iterator[tuple[list[str], list[str]]]:
+    """Each job's overrides in the sweeper's order, and those among them that differ between jobs."""
     parser = OverridesParser.create()
-    searching = any(text.startswith("hydra/sweeper=") and not text.endswith("=basic") for text in overrides)
+    overrides, searching = arguments.overrides, searches(arguments)
     choices: list[list[str]] = []
     for text in overrides:
         parsed = parser.parse_override(text)

@@ -1,0 +1,118 @@
+"""One job's process: a fresh interpreter in a session of its own, that ends when its sweep does.
+
+Jobs leak state, exit, hang and get killed; none of that may reach another job or the sweep. A pipe whose other end only
+the sweep holds tells the job when the sweep is gone, so that no orphan keeps a device after a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GRACE_S = 10.0
+"""Between SIGTERM, on which a job writes its report and leaves, and SIGKILL."""
+POLL_S = 0.05
+
+
+class JobProcess:
+    """A running `optforge <words>`, its output in `log`; every process that it starts ends with it."""
+
+    def __init__(self, words: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
+        """Starts it.
+
+        Args:
+            words: the command line after `optforge`.
+            log: the file that stdout and stderr are written to.
+            variables: added to the environment.
+        """
+        self.started = time.monotonic()
+        self._asked = False
+        self._oom_kills = _oom_kills()
+        reader, self._lifeline = os.pipe()
+        # the same folders come first on the path of the job's imports as on that of this process
+        safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
+        command = [sys.executable, *safe, "-m", "optforge.cli.child", str(reader), *words]
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(reader,),
+                    env={**os.environ, **variables},
+                )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(reader)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been running."""
+        return time.monotonic() - self.started
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs. What it started has ended when a code is returned."""
+        code = self._process.poll()
+        if code is not None:
+            self._reap()
+        return code
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM, once: a second one would interrupt the writing of the report."""
+        if not self._asked:
+            self._asked = True
+            self._process.terminate()
+
+    def stop(self, grace_s: float = GRACE_S) -> int:
+        """Ends it: SIGTERM, then SIGKILL for whoever has not left after `grace_s` seconds."""
+        self.ask_to_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=grace_s)
+        self._reap()
+        return self._process.wait()
+
+    def was_killed_for_memory(self) -> bool:
+        """Whether the system killed a process for memory since this one started, which ended by SIGKILL itself."""
+        return self._process.returncode == -signal.SIGKILL and _oom_kills() > self._oom_kills
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def end_with(lifeline: int) -> None:
+    """The job's side: kills this process and all that it started once nobody holds the other end of the pipe `lifeline`.
+
+    Called in a process that leads its own group.
+    """
+
+    def watch() -> None:
+        while os.read(lifeline, 1):  # blocks until the sweep closes its end, or is gone
+            pass
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    os.set_inheritable(lifeline, False)
+    threading.Thread(target=watch, name="sweep-lifeline", daemon=True).start()
+
+
+def _oom_kills() -> int:
+    """Processes that the kernel has killed for memory since it started; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
