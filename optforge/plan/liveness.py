@@ -35,40 +35,41 @@ class Peak:
     """Where: operator and module."""
 
 
-def peak(
-    graph: Graph,
-    *,
-    compiled: bool = False,
-    regions: Sequence[str] = ("",),
-    size: Callable[[int], int] | None = None,
-    kept: frozenset[int] = frozenset(),
-) -> Peak:
-    """The fullest moment of one pass.
+class Lives:
+    """When each storage of one pass exists; worked out once, for devices of any share."""
 
-    Args:
-        graph: from `plan.trace`, or made by hand; without `Graph.freed` values live to their last reader in eager mode too.
-        compiled: the modules of `regions` run compiled, the rest eagerly.
-        regions: dotted paths of compiled modules; `""` is the whole model.
-        size: bytes of a storage on one device by its key; by default all of it.
-        kept: values that are counted elsewhere (a prompt's KV cache).
-    """
-    measure = size or (lambda key: graph.values[key].bytes)
-    spans, turns = _compiled(graph, regions) if compiled else (_eager(graph), graph.operators)
-    values, gradients = [0] * (len(turns) + 1), [0] * (len(turns) + 1)
-    for key, intervals in spans.items():
-        if key in kept:
-            continue
-        moments = gradients if graph.values[key].role == "gradient" else values
-        for first, last in intervals:
-            moments[first] += measure(key)
-            moments[last + 1] -= measure(key)
-    inputs = sum(value.bytes for value in graph.values.values() if value.role == "input")
-    now, held, best, fullest = inputs, 0, (inputs, 0), None
-    for moment in range(len(turns)):
-        now, held = now + values[moment], held + gradients[moment]
-        if now + held > sum(best):
-            best, fullest = (now, held), moment
-    return Peak(activations=best[0], gradients=best[1], at="" if fullest is None else _where(turns[fullest]))
+    def __init__(self, graph: Graph, *, compiled: bool = False, regions: Sequence[str] = ("",)) -> None:
+        """
+        Args:
+            graph: from `plan.trace`, or made by hand; without `Graph.freed` values live to their last reader in eager mode too.
+            compiled: the modules of `regions` run compiled, the rest eagerly.
+            regions: dotted paths of compiled modules; `""` is the whole model.
+        """
+        self.graph = graph
+        self.spans, self.turns = _compiled(graph, regions) if compiled else (_eager(graph), graph.operators)
+        """Key -> the turns at which it exists; and the operator that each turn is told by."""
+
+    def peak(self, size: Callable[[int], int] | None = None, kept: frozenset[int] = frozenset()) -> Peak:
+        """The fullest moment.
+
+        Args:
+            size: bytes of a storage on one device by its key; by default all of it.
+            kept: values that are counted elsewhere (a prompt's KV cache).
+        """
+        measure = size or (lambda key: self.graph.values[key].bytes)
+        values, gradients = [0] * (len(self.turns) + 1), [0] * (len(self.turns) + 1)
+        for key in self.spans.keys() - kept:
+            moments = gradients if self.graph.values[key].role == "gradient" else values
+            for first, last in self.spans[key]:
+                moments[first] += measure(key)
+                moments[last + 1] -= measure(key)
+        inputs = sum(value.bytes for value in self.graph.values.values() if value.role == "input")
+        now, held, best, fullest = inputs, 0, (inputs, 0), None
+        for moment in range(len(self.turns)):
+            now, held = now + values[moment], held + gradients[moment]
+            if now + held > sum(best):
+                best, fullest = (now, held), moment
+        return Peak(activations=best[0], gradients=best[1], at="" if fullest is None else _where(self.turns[fullest]))
 
 
 def outliving(graph: Graph) -> frozenset[int]:
@@ -116,7 +117,9 @@ def _compiled(whole: Graph, regions: Sequence[str]) -> tuple[dict[int, list[Inte
     graph, kernels = merged(whole, regions)
     order = _order(graph, kernels)
     turn = {member: position for position, members in enumerate(order) for member in members}
-    homes = [region_of(operator.module, operator.phase, regions) for operator in graph.operators]
+    places = {(operator.module, operator.phase) for operator in graph.operators}
+    regions_of = {place: region_of(*place, regions) for place in places}
+    homes = [regions_of[operator.module, operator.phase] for operator in graph.operators]
     ends: dict[str, int] = {}
     for number, home in enumerate(homes):
         if home is not EAGER:

@@ -14,10 +14,11 @@ from functools import cached_property
 from math import ceil
 
 from optforge.plan.graph import ATTENTION, BACKWARD, COLLECTIVE, EMBEDDING, FORWARD, PRODUCT, UPDATE, Access, Graph, Kernel, Operator
+from optforge.plan.training import STATE
 from optforge.transforms.shard.layout import COLUMN, ROW, VOCABULARY, role
 
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element of what is exchanged."""
+SLICED = ("parameter", "gradient", STATE)
+"""Roles of what belongs to a parameter, and is divided as it is."""
 COLUMN_VECTORS = ("bias", "weight_sum")
 """Parameters with one number per output column."""
 
@@ -74,7 +75,7 @@ class Layout:
     def divided(self) -> frozenset[int]:
         """Keys of every storage of which a device holds only its part: weights, their gradients, what columns make, KV caches."""
         found = {value.key for value in self.graph.values.values() if value.role == "cache"}
-        found |= {v.key for v in self.graph.values.values() if v.role in ("parameter", "gradient") and self.splits(v.name)}
+        found |= {value.key for value in self.graph.values.values() if value.role in SLICED and self.splits(value.name)}
         for operator in self.graph.operators:
             if self._makes_parts(operator, found):
                 found |= {access.key for access in operator.writes if self.graph.values[access.key].role == "value"}
@@ -107,21 +108,22 @@ class Layout:
 
 
 def held(layout: Layout, mesh: Mesh, *roles: str) -> int:
-    """Bytes of one device's share of the storages of these roles: parameters and gradients by tensor and FSDP, rounded up to
-    whole slices; buffers whole; KV caches by heads."""
+    """Bytes of one device's share of the storages of these roles: weights, gradients and optimizer states by tensor degree and
+    FSDP, rounded up to whole slices; buffers whole; KV caches by heads."""
     total = 0
     for value in layout.graph.values.values():
         if value.role in roles:
             part = ceil(value.bytes / mesh.tensor) if value.key in layout.divided else value.bytes
-            total += ceil(part / mesh.fsdp) if value.role in ("parameter", "gradient") else part
+            total += ceil(part / mesh.fsdp) if value.role in SLICED else part
     return total
 
 
 def gathered(layout: Layout, mesh: Mesh) -> int:
-    """Bytes of whole weights that FSDP holds at once: the largest two groups, one that runs and one that is fetched ahead."""
+    """Bytes of whole weights, and in training whole gradients, that FSDP holds at once: of the largest two groups, one that runs
+    and one that is fetched ahead or on its way out."""
     if mesh.fsdp == 1:
         return 0
-    return sum(sorted(_units(layout, mesh).values(), reverse=True)[:2])
+    return sum(sum(sorted(_units(layout, mesh, kind).values(), reverse=True)[:2]) for kind in ("parameter", "gradient"))
 
 
 def split(graph: Graph, mesh: Mesh) -> Graph:
@@ -229,9 +231,8 @@ def _on_one(operator: Operator, layout: Layout, mesh: Mesh) -> Operator:
     if degree == 1 or not touched:
         return operator
     reads, writes = _divided(operator.reads, layout, degree), _divided(operator.writes, layout, degree)
-    if kind == VOCABULARY and operator.phase == FORWARD:
-        if operator.kind == PRODUCT:  # its part of the logits, before the gather
-            writes = tuple(Access(key=access.key, bytes=access.bytes / degree) for access in operator.writes)
+    if kind == VOCABULARY and operator.kind == PRODUCT and operator.phase == FORWARD:  # its part of the logits, before the gather
+        writes = tuple(Access(key=access.key, bytes=access.bytes / degree) for access in operator.writes)
     return replace(operator, size=_size(operator, layout, degree), flops=operator.flops / degree, reads=reads, writes=writes)
 
 
@@ -291,3 +292,26 @@ def _vocabulary(graph: Graph) -> frozenset[str]:
         return frozenset()
     most = max(products.values(), default=0)
     return frozenset([max(tables, key=tables.__getitem__), *(name for name, outputs in products.items() if outputs == most > 1)])
+
+
+def misfit(layout: Layout, degree: int) -> str | None:
+    """Why a tensor degree does not divide the model, in one phrase, from the graph alone; None where it does.
+
+    The shard step itself tells every layer (`transforms.shard.misfits`); this is for comparing degrees.
+    """
+    for operator in layout.graph.operators:
+        if operator.phase != FORWARD:
+            continue
+        if operator.kind == ATTENTION and any(heads % degree for heads in operator.size[1:3]):
+            return f"{operator.size[1]} heads and {operator.size[2]} key/value heads are not divisible by {degree}"
+        kind = layout.kind(operator)
+        if operator.kind != PRODUCT or kind is None:
+            continue
+        size = operator.size[3] if kind == ROW else operator.size[2]
+        if size % degree:
+            return f"{size} {'inputs' if kind == ROW else 'outputs'} of {operator.module} are not divisible by {degree}"
+        scale = layout.by_name.get(f"{operator.module}.weight_scale")
+        groups = scale.bytes // (4 * operator.size[2]) if scale is not None and kind == ROW else 1
+        if groups > 1 and groups % degree:
+            return f"{groups} quantization groups of {operator.module} are not divisible by {degree}"
+    return None

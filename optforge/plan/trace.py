@@ -27,8 +27,10 @@ from optforge.kernels import dispatch
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
 from optforge.plan.kinds import access, describe, dtype_name
+from optforge.plan.training import with_update
 from optforge.spec import Hardware
 from optforge.workloads.base import Workload
+from optforge.workloads.train import Train
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def trace(loaded: Loaded, workload: Workload, data: DataSource, hardware: Hardwa
         traced = _record(loaded.module, lambda: work.once(loaded.module), work.kept(loaded.module))
     traced.prompt = prompt
     traced.passes, traced.unit, traced.units = work.calls, work.unit, work.units
-    return traced
+    return with_update(traced, workload) if isinstance(workload, Train) else traced
 
 
 def _record(module: nn.Module, call: Any, kept: Iterable[Tensor]) -> g.Graph:
