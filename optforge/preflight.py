@@ -36,6 +36,11 @@ def sweep_folder(root: Path, now: datetime | None = None) -> Path:
     return _exclusive(root / "sweeps", _stamp(now), "output_dir=<folder>")
 
 
+def comparison_folder(root: Path, now: datetime | None = None) -> Path:
+    """Makes and returns `root/comparisons/<date>_<time>[-n]`; see `run_folder`."""
+    return _exclusive(root / "comparisons", _stamp(now), "--html FILE")
+
+
 def claim(folder: Path, override: str = RUN_OVERRIDE) -> Path:
     """Makes the folder that the user named, if it is not there, and proves that it can be written.
 

@@ -133,6 +133,40 @@ def plan(
         raise typer.Exit(plan_command(request, as_json=as_json, kernels=not no_kernels))
 
 
+@app.command("compare")
+def compare(
+    *,
+    runs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="RUN...", help="Folders of runs or sweeps, report.json files, names of recipes.", show_default=False),
+    ] = None,
+    by: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--by", metavar="FIGURE", help="What ranks them: latency, throughput, memory, size, quality or cost."),
+    ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", metavar="", help="Compare also what was measured under different conditions.")
+    ] = False,
+    markdown: Annotated[Optional[Path], typer.Option("--markdown", metavar="FILE", help="Write Markdown; - prints it.")] = None,  # noqa: UP045
+    csv: Annotated[Optional[Path], typer.Option("--csv", metavar="FILE", help="Write csv; - prints it.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option("--json", metavar="FILE", help="Write JSON; - prints it.")] = None,  # noqa: UP045
+    html: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Where the page goes; else into the sweep, or under outputs/comparisons/."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Lay runs side by side: table, Pareto plot, what each step gained, what they differ in.
+
+    Refuses what was measured under different conditions. Exit codes: 0 compared; 2 something to change.
+    """
+    with guard(debug=debug):
+        from optforge.cli.compare import Request, compare_command
+
+        files = {"markdown": markdown, "csv": csv, "json": json, "html": html}
+        raise typer.Exit(compare_command(Request(runs=tuple(runs or ()), by=by, anyway=anyway, files=files)))
+
+
 @app.command("show", context_settings=PASS_THROUGH)
 def show(
     *,

@@ -9,7 +9,7 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from optforge.report import charts, diff, figures, view
+from optforge.report import charts, cost, diff, figures, view
 from optforge.spec import Report
 
 
@@ -18,7 +18,7 @@ def _environment() -> Environment:
     found = Environment(
         loader=PackageLoader("optforge.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.globals.update(view=view, figures=figures, charts=charts, diff=diff)
+    found.globals.update(view=view, figures=figures, charts=charts, cost=cost, diff=diff)
     return found
 
 

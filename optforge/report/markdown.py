@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from optforge.report import figures, view
+from optforge.report import cost, figures, view
 from optforge.spec import Report
 
 
@@ -50,10 +50,11 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[bool] = (True,)) -> str:
+    """A table of escaped cells, or nothing where there are no lines; columns that are not `left` stand right."""
     if not lines:
         return ""
-    rule = ["---"] + ["---:"] * (len(head) - 1)
+    rule = ["---" if index < len(left) and left[index] else "---:" for index in range(len(head))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *[[escaped(cell) for cell in line] for line in lines]])
 
 
@@ -68,7 +69,9 @@ def _downgrades(report: Report) -> str:
 
 
 def _steps(report: Report) -> str:
-    head = ("row", "p50", "p90", "n", "speed", "vs previous", "vs reference", "peak memory", "weights", "verdict")
+    priced = cost.priced(report)
+    money = (cost.title(report),) if priced else ()
+    head = ("row", "p50", "p90", "n", "speed", "vs previous", "vs reference", "peak memory", "weights", *money, "verdict")
     lines = []
     for row in view.rows(report):
         latency = row.measured.latency_ms if row.measured else {}
@@ -83,16 +86,17 @@ def _steps(report: Report) -> str:
                 figures.ratio(row.vs_reference),
                 figures.nbytes(row.measured.peak_memory_bytes if row.measured else None),
                 figures.nbytes(row.measured.weight_bytes if row.measured else None),
+                *([view.row_cost(report, row)] if priced else []),
                 row.verdict or "",
             )
         )
-    return _table(head, lines)
+    return table(head, lines)
 
 
 def _quality(report: Report) -> str:
     lines = [(line.name, line.baseline, line.optimized, line.difference) for line in view.quality_lines(report.quality)]
     limits = [f"limit on {item.name}: {item.bound}, found {item.value}{' (missed)' if item.missed else ''}" for item in view.limits(report)]
-    return "\n\n".join(part for part in (_table(("", "baseline", "optimized", "difference"), lines), _bullets(limits)) if part)
+    return "\n\n".join(part for part in (table(("", "baseline", "optimized", "difference"), lines), _bullets(limits)) if part)
 
 
 def _alternatives(report: Report) -> str:
@@ -100,14 +104,17 @@ def _alternatives(report: Report) -> str:
         (str(item.get("use")), figures.named("predicted_speedup", item.get("predicted_speedup")), str(item.get("note") or ""))
         for item in view.alternatives(report)
     ]
-    return _table(("instead", "predicted speedup", "note"), lines)
+    return table(("instead", "predicted speedup", "note"), lines)
 
 
 def _predicted(report: Report) -> str:
-    lines = [(row.name, row.time, row.speed, row.bound, row.weights) for row in view.predicted_rows(report)]
+    money = (cost.title(report),) if cost.priced(report) else ()
+    lines = [
+        (row.name, row.time, row.speed, row.bound, row.weights, *([row.cost] if money else [])) for row in view.predicted_rows(report)
+    ]
     speedup = figures.named("speedup", report.predicted.get("speedup"))
     notes = [*view.predicted_notes(report), *([f"whole recipe: {speedup}"] if lines else [])]
-    return "\n\n".join(part for part in (_table(("after", "time", "speed", "bound by", "weights"), lines), _bullets(notes)) if part)
+    return "\n\n".join(part for part in (table(("after", "time", "speed", "bound by", "weights", *money), lines), _bullets(notes)) if part)
 
 
 def _generations(report: Report) -> str:

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from optforge.report import figures, view
+from optforge.report import cost, figures, view
 from optforge.spec import Report
 
 COLOURS = {view.GOOD: "green", view.NEUTRAL: "yellow", view.BAD: "red"}
@@ -159,13 +159,16 @@ def _times(value: object) -> str:
 
 
 def _steps(report: Report, *, narrow: bool) -> Table:
-    head = ("row", "p50", "speed", "vs previous", "verdict") if narrow else WIDE
-    table = _table(head, title=view.measured_label(report))
+    head = NARROWED if narrow else WIDE
+    money = [cost.title(report)] if cost.priced(report) else []
+    table = _table([*head[:-1], *money, head[-1]], title=view.measured_label(report))
     for row in view.rows(report):
-        table.add_row(*_cells(row, narrow=narrow))
+        cells = _cells(row, narrow=narrow)
+        table.add_row(*cells[:-1], *([escape(view.row_cost(report, row))] if money else []), cells[-1])
     return table
 
 
+NARROWED = ("row", "p50", "speed", "vs previous", "verdict")
 WIDE = ("row", "use", "p50", "p90", "speed", "vs previous", "vs reference", "peak memory", "weights", "verdict")
 
 

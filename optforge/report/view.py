@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from optforge.report import figures
+from optforge.report import cost, figures
 from optforge.spec import Json, Measurement, QualityResult, Ratio, Report, StepReport
 
 BADGES = {
@@ -179,6 +179,11 @@ def speed(measured: Measurement | None) -> str:
     return figures.NONE
 
 
+def row_cost(report: Report, row: Row) -> str:
+    """Cost of a million tokens or items at a row's measured throughput, n/a on a stand-in."""
+    return cost.text(report, cost.measured(report, row.measured))
+
+
 def rows(report: Report) -> list[Row]:
     """Baseline, then each step; the compiled baseline is the row of the compile step, or one of its own."""
     found = [Row(name="baseline", use="the model as loaded", measured=report.baseline, reason=report.baseline_reason or "")]
@@ -338,16 +343,17 @@ class Predicted:
     speed: str
     bound: str
     weights: str
+    cost: str
 
 
 def predicted_rows(report: Report) -> list[Predicted]:
     """The target's roofline for the baseline and after each step, where it could be made."""
     named = [("baseline", report.predicted.get("baseline"))]
     named += [(str(step.get("name")), step) for step in report.predicted.get("steps") or []]
-    return [_predicted_row(name, values) for name, values in named if isinstance(values, Mapping)]
+    return [_predicted_row(report, name, values) for name, values in named if isinstance(values, Mapping)]
 
 
-def _predicted_row(name: str, values: Mapping[str, Json]) -> Predicted:
+def _predicted_row(report: Report, name: str, values: Mapping[str, Json]) -> Predicted:
     rates = [figures.named(key, values[key]) for key in ("tokens_per_s", "items_per_s") if values.get(key) is not None]
     return Predicted(
         name=name,
@@ -355,6 +361,7 @@ def _predicted_row(name: str, values: Mapping[str, Json]) -> Predicted:
         speed=rates[0] if rates else figures.NONE,
         bound=str(values.get("bound") or figures.NONE),
         weights=figures.nbytes(values.get("weight_bytes")),
+        cost=cost.text(report, cost.predicted(report, values)),
     )
 
 
