@@ -30,9 +30,8 @@ def measure_command(*, calibrate: bool) -> None:
     found = measured.measure(seen, backend, tell, calibrate_s=measured.CALIBRATE_S if calibrate else None)
     print(measured.to_yaml(found.hardware), end="")
     points = len(found.calibration.points)
-    tell(
-        f"kept for hardware=auto, with {points or 'no'} points of single operators{'' if calibrate or points else ' (--calibrate adds them)'}"
-    )
+    kept = f"with {points} points of single operators" if points else "without points of single operators (--calibrate adds them)"
+    tell(f"kept for hardware=auto, {kept}")
 
 
 def teller() -> Callable[[str], None]:

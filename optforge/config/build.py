@@ -186,6 +186,11 @@ def _wrong_figures(profile: spec.Hardware, sources: Sources) -> list[Problem]:
         key: getattr(profile, key)
         for key in ("memory_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "devices", "shared_memory_bytes", "price_per_hour")
     }
+    problems += [
+        Problem(where=sources.where(f"hardware.{key}"), what=f"{figure:g} a second is no device's", fix=f"write {key}=4.8e+12 for 4.8 T/s")
+        for key, figure in figures.items()
+        if figure is not None and 0 < figure < LEAST_RATE and key.startswith(("peak_flops", "bandwidth"))
+    ]
     return problems + [
         Problem(where=sources.where(f"hardware.{key}"), what=f"must be above 0, got {figure}", fix="leave out what is unknown or absent")
         for key, figure in figures.items()

@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from optforge import recipe as recipes
 from optforge import safe_yaml
 from optforge.config import build, paths
+from optforge.errors import ConfigError, Problem
 from optforge.spec import Json
 
 FILE_PREFIX = "file/"
@@ -76,6 +77,8 @@ def register_hardware(name: str, *, cwd: Path) -> str:
     """
     path = file_of(name) or cwd / Path(name).expanduser()
     node = safe_yaml.read(path)
+    if not isinstance(node, dict):
+        raise ConfigError(Problem(where=str(path), what="is no hardware profile", fix="write one with optforge hardware measure > FILE"))
     build.profile(node, str(path))
     option = option_of(FILE_PREFIX, path)
     register("hardware", option, node)

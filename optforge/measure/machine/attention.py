@@ -109,8 +109,8 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _masked(shape: Shape, device: torch.device, copies: int) -> list[Call]:
     mask = (torch.arange(shape.keys, device=device) < shape.keys - UNSEEN).expand(shape.batch, 1, 1, shape.keys)
-    laid_out = ((tensor.contiguous() for tensor in shape.operands(device)) for _ in range(copies))  # transformers' copies are
-    return [partial(F.scaled_dot_product_attention, q, k, v, mask) for q, k, v in laid_out]
+    q, k, v = (tensor.contiguous() for tensor in shape.operands(device))  # as transformers' repeated copies lie
+    return [partial(F.scaled_dot_product_attention, q, k.clone(), v.clone(), mask) for _ in range(copies)]
 
 
 def _backward(shape: Shape, device: torch.device, copies: int) -> list[Call]:

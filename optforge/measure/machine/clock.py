@@ -48,7 +48,7 @@ class HostClock:
     round_s: float = 0.012
     """Least length of a round."""
     least_rounds: int = 5
-    budget_s: float = 0.2
+    budget_s: float = 0.12
     """Seconds after which no further round begins, once the least are done."""
 
     def time(self, calls: Sequence[Call]) -> Timed:

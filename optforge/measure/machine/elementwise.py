@@ -52,8 +52,9 @@ def eager(device: torch.device) -> Iterator[Case]:
             inputs = partial(_tensors, (size, size), TORCH[dtype], device)
             elements = size[0] * size[1]
             for name, (kind, moved, call) in SINGLE.items():
+                result = (size[0], 2 * size[1]) if name == "aten.cat" else size
                 yield Case(
-                    kind=kind, name=name, dtype=dtype, size=size, bytes=moved * elements * TORCH[dtype].itemsize, make=warm(call, inputs)
+                    kind=kind, name=name, dtype=dtype, size=result, bytes=moved * elements * TORCH[dtype].itemsize, make=warm(call, inputs)
                 )
             converted = partial(torch.Tensor.to, dtype=WIDER[dtype])
             make = warm(lambda x, y, converted=converted: converted(x), inputs)
@@ -72,7 +73,7 @@ def batch_norms(device: torch.device) -> Iterator[Case]:
                     dtype=dtype,
                     size=size,
                     bytes=2.0 * batch * channels * side**2 * TORCH[dtype].itemsize,
-                    make=warm(_batch_norm, partial(_tensors, (size, (channels,)), TORCH[dtype], device)),
+                    make=warm(_batch_norm, partial(_tensors, (size, (channels,), (channels,)), TORCH[dtype], device)),
                 )
 
 
@@ -195,8 +196,8 @@ def _argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
-def _batch_norm(x: Tensor, channels: Tensor) -> Tensor:
-    return F.batch_norm(x, channels, channels.square(), channels, channels)
+def _batch_norm(x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, weight, weight, mean)  # a variance below zero gives NaN, in no other time
 
 
 def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

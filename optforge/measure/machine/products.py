@@ -28,6 +28,7 @@ LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4
 
 ROWS = (1, 4, 16, 64, 256, 1024, 2048, 8, 2, 32, 512, 128, 4096, 8192, 16384)
 """The rows that predictions need most stand first, since a budget may end the list."""
+CPU_ROWS = (1, 4, 256, 64, 512, 2048, 16, 8, 1024, 2, 128)
 HEAD = 32_768
 HEAD_ROWS = 256
 """Rows of a layer with this many outputs: prefill computes the last position's logits alone."""
@@ -96,16 +97,17 @@ class _Layer:
     def cases(self) -> Iterator[Case]:
         cuda = self.device.type == "cuda"
         yield self.product("aten.mm", "bf16", (BF16, BF16), _plain)
-        if not cuda or self.k < 2048:  # nobody runs the large decoders in fp32
+        if (self.n, self.k) in SMOLLM2:  # nobody runs the larger decoders in fp32
             yield self.product("aten.mm", "fp32", (torch.float32, torch.float32), _plain)
         if self.n < HEAD:  # recipes leave the head in the model's dtype
             yield from self._cuda() if cuda else self._cpu()
 
     def _cpu(self) -> Iterator[Case]:
-        if vnni():
+        if vnni() and self.m >= int8_dynamic.PACKED_ROWS:
             scale = torch.full((self.n, 1), 1e-3)
             yield self.product("optforge.int8_packed", "int8", (UINT8, INT8), lambda x, w: torch.ops.optforge.int8_packed(x, w, scale))
-        yield self.product("aten._int_mm", "int8", (INT8, INT8), _whole)
+        if not vnni() or self.m <= int8_dynamic.PACKED_ROWS:
+            yield self.product("aten._int_mm", "int8", (INT8, INT8), _whole)
 
     def _cuda(self) -> Iterator[Case]:
         if torch.cuda.get_device_capability(self.device) >= FP8_CAPABILITY and torch.version.hip is None:
@@ -141,11 +143,11 @@ class _Layer:
         """`stored`: dtypes of x and of the weight; `packing`: values in one stored element of the weight."""
         x_dtype, w_dtype = stored
         m, n, k = self.m, self.n, self.k
-        weight = n * k * w_dtype.itemsize / packing
+        stored_bytes = n * k * w_dtype.itemsize / packing
 
         def make(copies: int) -> list[Call]:
-            x = random((m, k), x_dtype, self.device)
-            return [partial(call, x, random((n, k // packing), w_dtype, self.device)) for _ in range(copies)]
+            x, weight = random((m, k), x_dtype, self.device), random((n, k // packing), w_dtype, self.device)
+            return [partial(call, x, weight.clone()) for _ in range(copies)]
 
         return Case(
             kind=PRODUCT,
@@ -154,9 +156,9 @@ class _Layer:
             size=(1, m, n, k),
             detail=detail,
             flops=2.0 * m * n * k,
-            bytes=m * k * x_dtype.itemsize + weight + m * n * (4 if dtype in ("int8", "fp32") else 2),
-            cold=weight,
-            extra=4 * weight,
+            bytes=m * k * x_dtype.itemsize + stored_bytes + m * n * (4 if dtype in ("int8", "fp32") else 2),
+            cold=stored_bytes,
+            extra=4 * stored_bytes,
             make=make,
         )
 

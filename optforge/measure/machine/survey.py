@@ -83,7 +83,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         else (*products.SMOLLM2, *products.LLAMA_1B[:5], *products.LLAMA_8B[1:2])
     )
     sources: list[Iterator[Case]] = [
-        products.products(device, layers),
+        products.products(device, layers, products.ROWS if cuda else products.CPU_ROWS),
         products.classifier(device, (1, 8, 32)),
         products.batched(device),
         attention.prefill(device),

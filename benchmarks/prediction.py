@@ -1,0 +1,431 @@
+"""Holds the plan's predictions against measurements of the same runs, in one process: time and memory, point by point.
+
+    python benchmarks/prediction.py --device cpu              # SmolLM2 and two vision models
+    python benchmarks/prediction.py --device cuda --record    # Llama 3 shapes; the errors go into the device's calibration
+
+A point is a whole model on a workload: as loaded and eager, or with every step of a recipe. Calibrations are made from single
+operators on random numbers (benchmarks/calibrate.py), so no point of one is a point of the other. Predictions are those of
+`optforge plan`, made from the model's structure before it is loaded; measurements use the engine's own rows and timing.
+
+Points run in order of importance, each within its own limit of seconds. The result is written after each one, so that whatever cuts
+the run off leaves the points before it. Nothing is left out of the statistics but points that failed, and those are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from optforge import config, environment, registry
+from optforge.atomic import write_bytes
+from optforge.backends.base import Candidate
+from optforge.cli.hardware import teller
+from optforge.errors import OptForgeError
+from optforge.measure.size import nbytes, tensors, weight_bytes
+from optforge.models.base import Loaded
+from optforge.plan import calibration_file, devices, make
+from optforge.plan.calibration import Band, Calibration, calibration_for
+from optforge.plan.document import FitRow, SpeedRow, Study
+from optforge.plan.make import Plan
+from optforge.plan.speed import product_dtype
+from optforge.plan.study import study
+from optforge.plan.verdict import AS_LOADED
+from optforge.rows import Rows
+from optforge.spec import Measure, Measurement
+
+RESULTS = Path(__file__).parent / "results"
+BACKENDS = {"cpu": "cpu", "cuda": "nvidia"}
+LIMIT_S = 90.0
+"""Seconds that measuring one row may take, its compile included."""
+LEAST_OF_DTYPE = 3
+"""Points of one dtype from which its own error is recorded beside that of all."""
+
+AIMS = {"median_error": 0.09, "error": 0.25, "memory_kept": 0.05, "memory_total": 0.15}
+"""What the errors should stay within; the table says how many did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration. `rows` are what is measured of it: `eager` as loaded, `recipe` with every step."""
+
+    overrides: tuple[str, ...]
+    rows: tuple[str, ...] = ("eager", "recipe")
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """What decides the weights: cases that agree in it share a loaded model."""
+        return tuple(text for text in self.overrides if text.partition("=")[0].split(".")[0] == "model")
+
+
+@dataclass(kw_only=True)
+class Result:
+    """A prediction beside its measurement; an error is predicted / measured - 1."""
+
+    name: str
+    workload: str
+    dtype: str
+    mode: str
+    predicted_ms: float | None = None
+    measured_ms: float | None = None
+    spread: float | None = None
+    """(p90 - p50) / p50 of the measured samples."""
+    error: float | None = None
+    ideal_ms: float | None = None
+    bound: str | None = None
+    kept: dict[str, float | None] = field(default_factory=dict)
+    """Bytes of weights and KV cache: predicted, measured, error."""
+    total: dict[str, float | None] = field(default_factory=dict)
+    """Peak bytes: predicted, measured (the allocator's), error. Empty where nothing counts allocations."""
+    compile_s: float | None = None
+    failed: str | None = None
+
+
+def cpu_cases() -> list[Case]:
+    language = "model=smollm2_135m"
+    decode = ("workload=decode", "workload.new_tokens=16")
+    found = []
+    for batch in (1, 4):
+        found.append(_case("llama_bf16", language, *decode, f"workload.batch_size={batch}"))
+        found.append(_case("llama_int8", language, *decode, f"workload.batch_size={batch}", rows=("recipe",)))
+    for tokens in (256, 64, 512):
+        for batch in (1, 4):
+            sizes = ("workload=prefill", f"workload.prompt_tokens={tokens}", f"workload.batch_size={batch}")
+            found.append(_case("llama_bf16", language, *sizes))
+            found.append(_case("llama_int8", language, *sizes, rows=("recipe",)))
+    for model in ("efficientnet_lite0", "fashion_cnn"):
+        for dtype in ("fp32", "bf16"):
+            for batch in (1, 8, 32):
+                sizes = ("workload=forward", f"workload.batch_size={batch}", "~steps.weights")
+                found.append(_case("vision_int8", f"model={model}", f"model.dtype={dtype}", *sizes))
+    return found
+
+
+def cuda_cases() -> list[Case]:
+    """At most nine minutes on an H200: captured decoding compiles the whole model, so the 8B shape has 8 of its 32 layers there."""
+    small, large, eight = ("model=llama3_1b",), ("model=llama3_8b",), ("model=llama3_8b", "model.layers=8")
+    captured = ("workload=decode", "workload.new_tokens=16", "workload.context=512", "steps.compile.mode=reduce_overhead")
+    found = [
+        _case("llama_bf16", *small, *captured, "workload.batch_size=1"),
+        _case("llama_fp8", *small, *captured, "workload.batch_size=1", rows=("recipe",)),
+        _case("llama_bf16", *small, "workload=prefill", "workload.prompt_tokens=2048"),
+        _case("llama_fp8", *small, "workload=prefill", "workload.prompt_tokens=2048", rows=("recipe",)),
+        _case("llama_bf16", *small, "workload=prefill", "workload.prompt_tokens=512", "workload.batch_size=16"),
+        _case("llama_bf16", *small, *captured, "workload.batch_size=16"),
+        _case("llama_fp8", *small, *captured, "workload.batch_size=64", rows=("recipe",)),
+        _case("baseline", *small, "workload=train", "workload.batch_size=4", "workload.sequence=2048", rows=("eager",)),
+        _case("baseline", *small, "workload=train", "workload.batch_size=1", "workload.sequence=4096", rows=("eager",)),
+    ]
+    for batch, tokens in ((1, 2048), (16, 512), (1, 512)):
+        sizes = ("workload=prefill", f"workload.prompt_tokens={tokens}", f"workload.batch_size={batch}")
+        found += [_case("llama_bf16", *large, *sizes), _case("llama_fp8", *large, *sizes, rows=("recipe",))]
+    for batch in (1, 64):
+        found.append(_case("llama_bf16", *large, *captured, f"workload.batch_size={batch}", rows=("eager",)))
+    for batch in (1, 16, 64):
+        found.append(_case("llama_bf16", *eight, *captured, f"workload.batch_size={batch}"))
+        found.append(_case("llama_fp8", *eight, *captured, f"workload.batch_size={batch}", rows=("recipe",)))
+    return found
+
+
+def _case(recipe: str, *overrides: str, rows: tuple[str, ...] = ("eager", "recipe")) -> Case:
+    return Case(overrides=(f"recipe={recipe}", *overrides), rows=rows)
+
+
+class Bench:
+    """Measures cases one after the other; a model that the next case needs too stays loaded."""
+
+    def __init__(self, device: str, tell: Any) -> None:
+        self.backend = registry.get("backends", BACKENDS[device])()
+        self.device, self.tell = self.backend.torch_device(), tell
+        self.options = Measure(warmup=2, min_rounds=5, max_s=2.5 if device == "cuda" else 4.0, steady=0.01)
+        self._key: tuple[str, ...] | None = None
+        self._loaded: Loaded | None = None
+
+    def results(self, case: Case) -> Iterator[Result]:
+        """Each row of a case; one that fails says why."""
+        try:
+            run = config.compose(config.parse([*case.overrides, f"hardware={self.target}"], cwd=Path.cwd()), cwd=Path.cwd())
+            plan = make.make(run)
+            predicted = study(plan, kernels=False, xla=False)
+        except OptForgeError as error:
+            yield Result(name=_name(case), workload="", dtype="", mode="", failed=str(error))
+            return
+        for row in case.rows:
+            result = _predicted(case, row, plan, predicted)
+            try:
+                with limit(LIMIT_S):
+                    self._measure(case, row, plan, result, predicted)
+            except (OptForgeError, RuntimeError, TimeoutError) as error:  # told in the table; the other points stand
+                result.failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                self._key = None
+            self._clear()
+            yield result
+
+    @property
+    def target(self) -> str:
+        if self.device.type == "cpu":
+            return "cpu"
+        seen = self.backend.detect()
+        return (devices.profile_name(seen.name) if seen else None) or "auto"
+
+    def _measure(self, case: Case, row: str, plan: Plan, result: Result, predicted: Study) -> None:
+        loaded = self._model(case, plan)
+        workload = plan.run.workload.source
+        work = workload.prepare(loaded, plan.run.data.source, self.device, plan.run.seed)
+        module = loaded.module
+        if row == "recipe":
+            example = workload.example(loaded, self.device)
+            rows = Rows(plan, loaded.module, work, example, self.options, on_device=True)
+            module, _ = rows.fresh(plan.rewrites)
+            rows.compile(module)
+        work.ready(module)
+        measured = self.backend.measure(Candidate(name=result.name, call=lambda: work.run(module)), None, self.options)
+        _fill(result, measured, resident=_only_in(loaded.module, module))
+        cache = sum(nbytes(tensor) for tensor in work.kept(module))
+        _remember(result.kept, measured=float(weight_bytes(module) + cache))
+
+    def _model(self, case: Case, plan: Plan) -> Loaded:
+        if self._loaded is None or self._key != case.model:
+            self._loaded, self._key = None, case.model
+            self._clear()
+            loaded = plan.run.model.source.load(plan.run.seed)
+            self.backend.place(loaded.module.eval())
+            self._loaded = loaded
+        return self._loaded
+
+    def _clear(self) -> None:
+        """Forgets compiled programs and gives memory back, so that no case is measured in the shadow of another."""
+        torch._dynamo.reset()
+        gc.collect()
+        self.backend.free()
+
+
+def _predicted(case: Case, row: str, plan: Plan, found: Study) -> Result:
+    """The row's prediction, as the plan makes it."""
+    assert found.speed is not None, "a study of a plan has a speed"
+    speed: SpeedRow = (
+        next(one for one in found.speed.rows if (one.name == AS_LOADED) == (row == "eager")) if row == "eager" else found.speed.rows[-1]
+    )
+    graph = plan.graph if row == "eager" else (plan.rewrites[-1].graph if plan.rewrites else plan.graph)
+    result = Result(
+        name=_name(case),
+        workload=plan.run.workload.kind,
+        dtype=product_dtype(graph) or str(plan.model.get("dtype")),
+        mode=speed.mode,
+        predicted_ms=speed.latency_ms,
+        ideal_ms=speed.ideal_ms,
+        bound=speed.bound,
+    )
+    fit = getattr(found, "fit", None)
+    fitted: FitRow | None = None if fit is None or not fit.rows else fit.rows[0 if row == "eager" else -1]
+    if fitted is not None:
+        _remember(result.kept, predicted=sum(fitted.parts.get(part, 0.0) for part in ("weights", "kv_cache")))
+        runtime = fitted.parts.get("runtime", 0.0)  # the driver's own memory is outside the allocator
+        _remember(result.total, predicted=None if fitted.total_bytes is None else fitted.total_bytes - runtime)
+    return result
+
+
+def _name(case: Case) -> str:
+    """The overrides without what every point has."""
+    return " ".join(text.removeprefix("workload.").removeprefix("recipe=").removeprefix("model=") for text in case.overrides)
+
+
+def _fill(result: Result, measured: Measurement, *, resident: int) -> None:
+    p50, p90 = (float(measured.latency_ms[key] or 0.0) for key in ("p50", "p90"))
+    result.measured_ms, result.spread, result.compile_s = p50, p90 / p50 - 1, measured.compile_time_s
+    if result.predicted_ms is not None:
+        result.error = result.predicted_ms / p50 - 1
+    allocated = measured.memory.get("allocated")
+    if allocated is not None:
+        _remember(result.total, measured=float(allocated - resident))
+
+
+def _remember(pair: dict[str, float | None], **values: float | None) -> None:
+    """Adds the values, and the error once both are there."""
+    pair.update(values)
+    predicted, measured = pair.get("predicted"), pair.get("measured")
+    if predicted and measured:
+        pair["error"] = predicted / measured - 1
+
+
+def _only_in(loaded: nn.Module, module: nn.Module) -> int:
+    """Bytes of the loaded model that `module` does not use: on the device for the next case's sake alone."""
+    used = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(module)}
+    return sum(nbytes(tensor) for _, tensor in tensors(loaded) if tensor.untyped_storage().data_ptr() not in used)
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block once `seconds` are over, at the next line of Python that runs."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def bands(results: Sequence[Result], source: str) -> list[Band]:
+    """The errors of each kind of workload, all dtypes together and each that has points enough."""
+    found = []
+    done = [result for result in results if result.error is not None]
+    for workload in dict.fromkeys(result.workload for result in done):
+        of_kind = [result for result in done if result.workload == workload]
+        for dtype in ("", *dict.fromkeys(result.dtype for result in of_kind)):
+            chosen = [result for result in of_kind if dtype in ("", result.dtype)]
+            if not dtype or LEAST_OF_DTYPE <= len(chosen) < len(of_kind):
+                found.append(_band(workload, dtype, chosen, source))
+    return found
+
+
+def _band(workload: str, dtype: str, results: Sequence[Result], source: str) -> Band:
+    errors = [abs(result.error) for result in results if result.error is not None]
+    median, p90 = np.quantile(errors, (0.5, 0.9))
+    return Band(workload=workload, dtype=dtype, points=len(errors), median_error=float(median), p90_error=float(p90), source=source)
+
+
+def statistics(results: Sequence[Result]) -> dict[str, Any]:
+    """Over all points: how many, median and p90 of the errors, how many within the aims."""
+
+    def of(errors: list[float], within: float) -> dict[str, Any]:
+        if not errors:
+            return {"points": 0}
+        median, p90 = np.quantile(errors, (0.5, 0.9))
+        inside = sum(error <= within for error in errors)
+        return {
+            "points": len(errors),
+            "median": float(median),
+            "p90": float(p90),
+            "largest": max(errors),
+            "aim": within,
+            "within_aim": inside,
+        }
+
+    def absolute(values: Iterator[float | None]) -> list[float]:
+        return [abs(value) for value in values if value is not None]
+
+    return {
+        "latency": of(absolute(result.error for result in results), AIMS["error"]),
+        "weights_and_cache": of(absolute(result.kept.get("error") for result in results), AIMS["memory_kept"]),
+        "total_memory": of(absolute(result.total.get("error") for result in results), AIMS["memory_total"]),
+        "failed": sum(result.failed is not None for result in results),
+    }
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The result as a table with its statistics."""
+    lines = [
+        f"# Predictions against measurements, {document['target']}, {document['date']}",
+        "",
+        f"    {document['command']}",
+        "",
+        f"{document['calibration']}. Validation points are whole models, calibration points single operators: no point is both.",
+        "",
+        "| point | mode | predicted ms | measured ms | error | weights + cache | total memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in document["results"]:
+        if row["failed"]:
+            lines.append(f"| {row['name']} | {row['mode']} | {_number(row['predicted_ms'])} | failed: {row['failed']} | | | |")
+            continue
+        memory = [_percent(row[part].get("error")) for part in ("kept", "total")]
+        cells = [_number(row["predicted_ms"]), _number(row["measured_ms"]), _percent(row["error"]), *memory]
+        lines.append(f"| {row['name']} | {row['mode']} | {' | '.join(cells)} |")
+    lines += ["", "| error of | points | median | p90 | largest | aim | within it |", "|---|---|---|---|---|---|---|"]
+    for name in ("latency", "weights_and_cache", "total_memory"):
+        found = document["statistics"][name]
+        if found["points"]:
+            figures = [f"{found[key]:.1%}" for key in ("median", "p90", "largest", "aim")]
+            lines.append(f"| {name.replace('_', ' ')} | {found['points']} | {' | '.join(figures)} | {found['within_aim']} |")
+    versions = document["environment"]["versions"]
+    tail = (
+        f"torch {versions['torch']}, transformers {versions['transformers']}, optforge {versions['optforge']}, {document['seconds']:.0f} s"
+    )
+    return "\n".join([*lines, "", f"{tail}, load average {document['load_average']:.1f} before the first point.", ""])
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3g}"
+
+
+def _percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.1%}"
+
+
+def record(results: Sequence[Result], calibration: Calibration, source: str) -> Path:
+    """Writes the errors into the calibration that the predictions were made from."""
+    path = config.conf_dir() / "calibration" / f"{calibration.name}.yaml"
+    calibration_file.with_errors(path, bands(results, source))
+    return path
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--device", choices=sorted(BACKENDS), default="cpu")
+    parser.add_argument("--seconds", type=float, default=None, help="no case begins after this many; 520 on cuda, 3600 on a CPU")
+    parser.add_argument("--record", action="store_true", help="write the errors into the calibration of this device")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, tell = arguments(), teller()
+    budget = options.seconds or (520.0 if options.device == "cuda" else 3600.0)
+    bench = Bench(options.device, tell)
+    target = config.hardware(bench.target)
+    devices.measure_unknown(target, config.hardware, tell)
+    hardware, _ = devices.choose(target, config.hardware)
+    calibration = calibration_for(hardware)
+    begun, results = time.perf_counter(), []
+    document: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "target": hardware.description,
+        "command": shlex.join(["python", "benchmarks/prediction.py", *sys.argv[1:]]),
+        "calibration": "no calibration: bounds, not predictions" if calibration is None else calibration.told(),
+        "load_average": os.getloadavg()[0],
+    }
+    stem = options.out / f"{document['date']}_prediction_{options.device}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    with bench.backend.session(0):
+        document["environment"] = environment.collect(bench.backend)
+        for case in (cpu_cases if options.device == "cpu" else cuda_cases)():
+            if options.only not in _name(case) or time.perf_counter() - begun > budget:
+                continue
+            for result in bench.results(case):
+                results.append(result)
+                outcome = result.failed or f"{_number(result.measured_ms)} ms measured, {_percent(result.error)}"
+                tell(f"{result.name} {result.mode}: {_number(result.predicted_ms)} ms predicted, {outcome}")
+            document |= {"results": [asdict(result) for result in results], "statistics": statistics(results)}
+            document["seconds"] = time.perf_counter() - begun
+            write_bytes(stem.with_suffix(".json"), (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+            write_bytes(stem.with_suffix(".md"), markdown(document).encode())
+    print(markdown(document))
+    if options.record and calibration is not None and calibration.exact:
+        path = record(results, calibration, source=f"{stem.name}.md: {document['command']}")
+        tell(f"recorded in {path}")
+
+
+if __name__ == "__main__":
+    main()
