@@ -8,9 +8,10 @@ from pathlib import Path
 from torch import nn
 
 from optforge import verdicts
-from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK
+from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK, PlanError, Problem
 from optforge.execution import Execution
 from optforge.plan.make import Plan, make
+from optforge.plan.sharding import Mesh
 from optforge.plan.xla import require_extra
 from optforge.progress import Progress, SilentProgress
 from optforge.spec import Report, Run
@@ -22,10 +23,14 @@ def plan(run: Run, *, executes: bool = True) -> Plan:
     Raises:
         MissingDependency: the run is to be executed for an XLA target, and what compiles for it cannot be imported; raised
             before any work on the model.
+        PlanError: the run is to be executed, and is of a kind that can only be planned so far.
     """
     if executes:
         require_extra(run.hardware)
-    return make(run, executes=executes)
+    made = make(run, executes=executes)
+    if executes:
+        _require_executable(made)
+    return made
 
 
 @dataclass(kw_only=True)
@@ -50,6 +55,25 @@ def run(plan: Plan, *, folder: Path | None = None, progress: Progress | None = N
     """
     execution = Execution(plan, folder, progress or SilentProgress())
     return Outcome(module=execution.run(), report=execution.report)
+
+
+def _require_executable(plan: Plan) -> None:
+    """
+    Raises:
+        PlanError: the run is sharded over several devices, or trains: both are planned only, so far.
+    """
+    problems = []
+    for step in plan.steps:
+        if step.step.kind == "shard":
+            mesh = Mesh.of(step.receipt.decisions)
+            what = f"runs over {mesh.devices} devices cannot be executed yet"
+            fix = f"optforge plan shows memory and time of each device; to run on one, drop it with '~steps.{step.name}'"
+            problems.append(Problem(where=f"step {step.name}", what=what, fix=fix))
+    if plan.run.workload.kind == "train":
+        what, fix = "training runs cannot be executed yet", "optforge plan shows memory and time of a step; to run, workload=prefill"
+        problems.append(Problem(where="workload", what=what, fix=fix))
+    if problems:
+        raise PlanError(*problems)
 
 
 def exit_code(report: Report, run: Run) -> int:

@@ -19,6 +19,7 @@ from optforge.plan.graph import Graph
 from optforge.plan.liveness import Lives, Peak, outliving
 from optforge.plan.sharding import Layout, Mesh, gathered, held, misfit
 from optforge.plan.training import STATE
+from optforge.report import figures
 from optforge.spec import Hardware
 
 EAGER, CAPTURED = "eager", "captured"
@@ -211,6 +212,9 @@ def _notes(stage: Stage, hardware: Hardware) -> Iterator[str]:
         yield f"not counted: what the driver and the libraries of {hardware.backend} take for themselves, which nobody measured here"
     if stage.mesh.fsdp > 1:
         yield "workspace holds the two largest groups of whole weights and gradients that FSDP gathers at once"
+    if stage.graph.training:
+        gradients = held(stage.layout, stage.mesh, "gradient")
+        yield f"gradients are those that lie on weights at the fullest moment; all of them are {figures.nbytes(gradients)}"
     yield "not counted: blocks that the allocator holds and does not use (1.3% of its peak in prefill of Llama-3-8B on an H200)"
     if stage.mesh.fsdp > 1 or stage.mesh.data > 1:
         yield "workload.batch_size is what each device of fsdp and data gets"

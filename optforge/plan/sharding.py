@@ -299,6 +299,10 @@ def misfit(layout: Layout, degree: int) -> str | None:
 
     The shard step itself tells every layer (`transforms.shard.misfits`); this is for comparing degrees.
     """
+    if degree == 1:
+        return None
+    if not any(layout.kind(operator) in (COLUMN, ROW) for operator in layout.graph.operators):
+        return "the names of its layers do not tell how they split"
     for operator in layout.graph.operators:
         if operator.phase != FORWARD:
             continue
