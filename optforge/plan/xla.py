@@ -25,6 +25,8 @@ ENTRY = "optforge.xla.compile:compile_step"
 TIMEOUT_S = 600.0
 """A Llama-3-8B shape takes 40 s on two busy cores (docs/log.md); this is for machines and models far slower."""
 OPTIMAL = "optimal_seconds"
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+"""The status with which XLA refuses a program for want of memory."""
 
 
 def require_extra(target: Hardware) -> None:
@@ -45,7 +47,8 @@ def missing(target: Hardware) -> Problem | None:
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if not absent:
         return None
-    what = f"needs {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not importable"
+    names = " and ".join(filter(None, (", ".join(absent[:-1]), absent[-1])))
+    what = f"needs {names}, which {'is' if len(absent) == 1 else 'are'} not importable"
     fix = f"pip install 'optforge[xla]', or see what is known without: optforge plan hardware={target.name}"
     return Problem(where=f"hardware={target.name}", what=what, fix=fix)
 
@@ -93,7 +96,7 @@ def describe(compiled: Compiled, target: Hardware, *, devices_per_chip: int = 1)
         "temporary_bytes": memory.get("temp_size_in_bytes"),
         "program_bytes": memory.get("generated_code_size_in_bytes"),
         "peak_bytes": memory.get("peak_memory_in_bytes"),
-        "fits": compiled.refusal is None,
+        "fits": True if compiled.refusal is None else False if EXHAUSTED in compiled.refusal else None,
         "compile_seconds": round(sum(compiled.seconds.values()), 1),
         "cost_analysis": dict(cost),
         "memory_analysis": dict(memory),

@@ -10,10 +10,14 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optforge.xla.request import Compiled, Request
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the process needs no accelerator and must not take one that others use
@@ -36,18 +40,12 @@ def compile_step(request: Request) -> Compiled:
         ImportError: jax, torchax or libtpu cannot be imported.
         PlanError: see `step.export`.
     """
-    os.environ.update(ENVIRONMENT)
-    from optforge.xla import overloads
-
-    _declared = overloads.declare_removed()  # held until the end: its declarations go with it
+    _declared = load_torchax()
     import jax
-    import torchax
     from jax.experimental import topologies
 
-    from optforge.xla import lowerings, step
+    from optforge.xla import step
 
-    torchax.default_env()  # fills torchax's table of operators
-    lowerings.register()
     exported = step.export(request)
     found = topologies.get_topology_desc(request.topology.name, platform="tpu", **_chip(request))
     device: Any = found.devices[0]  # jaxlib's class, which carries no types
@@ -67,6 +65,25 @@ def compile_step(request: Request) -> Compiled:
     return compiled
 
 
+def load_torchax() -> Any:
+    """Imports torchax with its table of operators filled. From here on `torch.compile` is broken in this process.
+
+    Returns:
+        What must live as long as torchax is used.
+    """
+    os.environ.update(ENVIRONMENT)
+    from optforge.xla import overloads
+
+    declared = overloads.declare_removed()
+    import torchax
+
+    from optforge.xla import lowerings
+
+    torchax.default_env()  # fills the table
+    lowerings.register()
+    return declared
+
+
 def _chip(request: Request) -> dict[str, str]:
     config = request.topology.chip_config
     return {} if config is None else {"chip_config_name": config}
@@ -75,26 +92,41 @@ def _chip(request: Request) -> dict[str, str]:
 def _lower(exported: Any, sharding: Any) -> Any:
     """The program as StableHLO, its arguments shapes without values; the cache is donated, so that it is written in place."""
     import jax
-    import torch
-    from torchax import decompositions
-    from torchax.export import JaxInterpreter
     from torchax.ops.mappings import t2j_dtype
 
-    table: Any = torch.export.default_decompositions()  # a dict that PyTorch leaves untyped
-    table.update(decompositions.DECOMPOSITIONS)
-    program = exported.program.run_decompositions(table)
+    run, program = as_jax(exported.program)
     given = len(exported.inputs) + len(exported.kept)
     arguments = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     states = arguments[: len(arguments) - given]  # export puts the caller's own last, in their order
 
-    def run(states: Any, kept: Any, inputs: Any) -> Any:
-        return JaxInterpreter(program.graph_module).run(*states, *inputs, *kept, enable_io_processing=False)
+    def ordered(states: Any, kept: Any, inputs: Any) -> Any:
+        return run(*states, *inputs, *kept)
 
     def shapes(tensors: Any) -> tuple[Any, ...]:
         shape: Any = jax.ShapeDtypeStruct  # its constructor is untyped
         return tuple(shape(tuple(t.shape), t2j_dtype(t.dtype), sharding=sharding) for t in tensors)
 
-    return jax.jit(run, donate_argnums=1).lower(shapes(states), shapes(exported.kept), shapes(exported.inputs))
+    return jax.jit(ordered, donate_argnums=1).lower(shapes(states), shapes(exported.kept), shapes(exported.inputs))
+
+
+def as_jax(program: ExportedProgram) -> tuple[Callable[..., Any], ExportedProgram]:
+    """An exported program as a function of JAX arrays, and the decomposed program whose placeholders are its arguments.
+
+    It gives back what `program` changes in place (buffers, then arguments), then its outputs. torchax's own
+    `exported_program_to_jax` drops the changed buffers and decomposes twice, which takes twice as long.
+    """
+    import torch
+    from torchax import decompositions
+    from torchax.export import JaxInterpreter
+
+    table: Any = torch.export.default_decompositions()  # a dict that PyTorch leaves untyped
+    table.update(decompositions.DECOMPOSITIONS)
+    decomposed = program.run_decompositions(table)
+
+    def run(*arguments: Any) -> Any:
+        return JaxInterpreter(decomposed.graph_module).run(*arguments, enable_io_processing=False)
+
+    return run, decomposed
 
 
 def _read(executable: Any, compiled: Compiled) -> None:
