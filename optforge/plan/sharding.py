@@ -276,22 +276,24 @@ def _updated(operator: Operator, layout: Layout, mesh: Mesh) -> Operator:
 
 
 def _vocabulary(graph: Graph) -> frozenset[str]:
-    """Names of the module that looks the vocabulary up and of the one that gives its logits: the largest table outside the
-    repeated layers, and the product outside them that has the most outputs (more than one, unlike the rotary tables')."""
-    tables: dict[str, float] = {}
+    """Names of the module that gives the logits and of the one that looks the vocabulary up: the product outside the repeated
+    layers that has the most outputs (more than one, unlike the rotary tables'), and the table with as many rows, or the largest."""
+    sizes: dict[str, int] = {}
+    widths: dict[str, float] = {}
     products: dict[str, int] = {}
     for operator in graph.operators:
         if operator.phase != FORWARD or not operator.module or _block(operator.module):
             continue
         if operator.kind == EMBEDDING:
-            sizes = (graph.values[access.key].bytes for access in operator.reads if graph.values[access.key].role == "parameter")
-            tables[operator.module] = max(sizes, default=0)
+            sizes[operator.module] = max((graph.values[access.key].bytes for access in operator.reads), default=0)
+            widths[operator.module] = sum(access.bytes for access in operator.writes) / max(1, operator.size[0])
         elif operator.kind == PRODUCT:
             products[operator.module] = operator.size[2]
-    if not tables:
+    if not sizes:
         return frozenset()
     most = max(products.values(), default=0)
-    return frozenset([max(tables, key=tables.__getitem__), *(name for name, outputs in products.items() if outputs == most > 1)])
+    table = max(sizes, key=lambda name: (sizes[name] == most * widths[name], sizes[name]))
+    return frozenset([table, *(name for name, outputs in products.items() if outputs == most > 1)])
 
 
 def misfit(layout: Layout, degree: int) -> str | None:

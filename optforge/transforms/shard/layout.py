@@ -92,9 +92,11 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def rows(model: nn.Module) -> int | None:
-    """Size of the vocabulary, from the largest embedding outside the repeated layers; None without one."""
-    tables = _tables(model)
-    return max((table.num_embeddings for table in tables), default=None)
+    """Size of the vocabulary: the config's where an embedding outside the repeated layers has it, else that of the largest such
+    embedding; None without one."""
+    sizes = [table.num_embeddings for table in _tables(model)]
+    said = getattr(getattr(model, "config", None), "vocab_size", None)
+    return said if said in sizes else max(sizes, default=None)
 
 
 def units(model: nn.Module) -> tuple[dict[str, list[str]], list[str]]:
