@@ -211,7 +211,7 @@ def job(cfg):
     run = config.run_from_cfg(cfg, cwd=cwd)
     seen.append(run.resolved)
 
-sys.argv = ["job", *arguments.hydra, "hydra/job_logging=none", "hydra/hydra_logging=none", *arguments.overrides]
+sys.argv = ["job", *arguments.hydra, "hydra/launcher=basic", "hydra/job_logging=none", "hydra/hydra_logging=none", *arguments.overrides]
 hydra.main(version_base="1.3", config_path=config.CONFIG_PATH, config_name=config.CONFIG_NAME)(job)()
 print(json.dumps([checked == seen, seen]))
 """
@@ -287,9 +287,7 @@ def test_every_job_of_a_sweep_is_checked_first(start: Path) -> None:
 def test_a_sweeper_that_searches_is_checked_at_one_point_of_each_choice(start: Path) -> None:
     arguments = config.parse(["-m", "hydra/sweeper=optuna", RECIPE, "seed=choice(1,2,3)", "quality.tokens=range(64,128)"], cwd=start)
     assert arguments.overrides[0] == RECIPE
-    from optforge.config.compose import _jobs
-
-    ((job, varied),) = _jobs(arguments.overrides)
+    ((job, varied),) = config.jobs_of(arguments)
     assert set(varied) == {"++seed=1", "++quality.tokens=64"}
     assert "hydra/sweeper=optuna" in job
 

@@ -1,4 +1,4 @@
-"""A job of a sweep: `python -m optforge.cli.child LIFELINE run ...` is `optforge run ...` that ends when its sweep ends.
+"""A job of a sweep: `python -m optforge.cli.child run ...` is `optforge run ...` that ends when its sweep ends.
 
 It is the same command as alone, in a fresh interpreter, so that a job gives the figures that it gives alone.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 from optforge.cli.app import main
-from optforge.sweep.process import end_with
+from optforge.sweep.process import end_with_sweep
 
 if __name__ == "__main__":
-    end_with(int(sys.argv[1]))
-    sys.argv = ["optforge", *sys.argv[2:]]
+    end_with_sweep()
+    sys.argv[0] = "optforge"
     main()

@@ -13,9 +13,11 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,8 +65,9 @@ def hydra_main(argv: Sequence[str], settings: Settings) -> list[Outcome]:
     outcomes: list[Outcome] = []
 
     def _job(cfg: DictConfig) -> float:
+        started, clock = datetime.now().astimezone(), time.monotonic()
         outcomes.append(run_job(cfg, settings))
-        return record_job(outcomes[-1])
+        return record_job(outcomes[-1], started=started, seconds=time.monotonic() - clock)
 
     application = hydra.main(version_base="1.3", config_path=config.CONFIG_PATH, config_name="config")(_job)
     with _hydras_argv(argv):
@@ -97,7 +100,7 @@ def run_job(cfg: DictConfig, settings: Settings) -> Outcome:
             return Outcome(folder=folder, code=code, verdict="failed")
 
 
-def record_job(ended: Outcome) -> float:
+def record_job(ended: Outcome, *, started: datetime, seconds: float) -> float:
     """Writes the record of a job that Hydra runs as part of a sweep, and returns what a sweeper may minimize."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -111,6 +114,8 @@ def record_job(ended: Outcome) -> float:
         overrides=[str(text) for text in hydra.overrides.task],
         folder=ended.folder.name,
         log="optforge.log",
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(seconds, 3),
     )
     outcome.conclude(job, ended.folder, ended.code)
     if hydra.mode == RunMode.MULTIRUN:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from optforge import config, environment, preflight
+from optforge import config, environment, preflight, verdicts
 from optforge.cli.job import Settings, hydra_main
 from optforge.config import Arguments
 from optforge.config.store import quoted
-from optforge.errors import ConfigError, Problem
+from optforge.errors import EXIT_LIMIT, EXIT_OK, ConfigError, Problem
 from optforge.spec import Run, SweepOptions
 from optforge.sweep import definition, devices, display, outcome, session, store
 from optforge.sweep.session import Session, SweepStopped, key_of, new_job
@@ -212,16 +212,14 @@ def _keep_finished(held: Session, asked: Asked) -> None:
     before, now = definition.read(held.folder), [definition.of(run) for run in asked.runs]
     for job in held.sweep.jobs:
         report = definition.finished(held.folder / job.folder)
-        if report is None:
-            why: str | None = "it has no report" if job.status == store.DONE else ""
-        else:
-            why = definition.stale(report, before[job.index], now[job.index])
-        if why is None:
+        why = definition.stale(report, before[job.index], now[job.index])
+        if report is not None and why is None:
             if job.status != store.DONE:  # the sweep was killed between the job's report and its record
-                outcome.conclude(job, held.folder / job.folder, 0)
+                code = EXIT_LIMIT if verdicts.failures(report, asked.runs[job.index]) else EXIT_OK
+                outcome.conclude(job, held.folder / job.folder, code)
             held.keep.add(job.index)
             continue
-        if why and job.status == store.DONE:
+        if job.status == store.DONE:
             held.display.console.print(f"job {job.index} runs again: {why}", highlight=False, markup=False)
         held.sweep.jobs[job.index] = new_job(job.index, job.overrides, held.varied)
     definition.write(held.folder, now)

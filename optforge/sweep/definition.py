@@ -70,8 +70,15 @@ def require_same(folder: Path, jobs: Sequence[Mapping[str, Json]]) -> None:
         raise ConfigError(*list(told.values())[:MAX_TOLD], *rest)
 
 
-def stale(report: Report, before: Mapping[str, Json], now: Mapping[str, Json]) -> str | None:
-    """Why a finished job must run again, or None where its result still counts."""
+def stale(report: Report | None, before: Mapping[str, Json], now: Mapping[str, Json]) -> str | None:
+    """Why a job must run again, or None where its result still counts.
+
+    Args:
+        report: what `finished` found.
+        before, now: what `of` gave when the sweep began, and gives now.
+    """
+    if report is None:
+        return "it has no report that can be read"
     if report.status != "complete":
         return f"its report says {report.status}"
     if before["files"] != now["files"]:

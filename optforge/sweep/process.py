@@ -16,19 +16,21 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+LIFELINE = "OPTFORGE_SWEEP_LIFELINE"
+"""The variable that tells a job the number of its end of the pipe."""
 GRACE_S = 10.0
 """Between SIGTERM, on which a job writes its report and leaves, and SIGKILL."""
 POLL_S = 0.05
 
 
 class JobProcess:
-    """A running `optforge <words>`, its output in `log`; every process that it starts ends with it."""
+    """A running command, its output in `log`; every process that it starts ends with it."""
 
-    def __init__(self, words: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
         """Starts it.
 
         Args:
-            words: the command line after `optforge`.
+            command: a program that calls `end_with_sweep`, and its arguments.
             log: the file that stdout and stderr are written to.
             variables: added to the environment.
         """
@@ -36,19 +38,16 @@ class JobProcess:
         self._asked = False
         self._oom_kills = _oom_kills()
         reader, self._lifeline = os.pipe()
-        # the same folders come first on the path of the job's imports as on that of this process
-        safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
-        command = [sys.executable, *safe, "-m", "optforge.cli.child", str(reader), *words]
         try:
             with log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    command,
+                    list(command),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=(reader,),
-                    env={**os.environ, **variables},
+                    env={**os.environ, **variables, LIFELINE: str(reader)},
                 )
         except BaseException:
             os.close(self._lifeline)
@@ -94,19 +93,25 @@ class JobProcess:
             self._lifeline = -1
 
 
-def end_with(lifeline: int) -> None:
-    """The job's side: kills this process and all that it started once nobody holds the other end of the pipe `lifeline`.
+def end_with_sweep() -> None:
+    """The job's side: kills this process and all that it started once the sweep that started it is gone.
 
-    Called in a process that leads its own group.
+    Called once, at the start of a process that leads its own group.
     """
+    lifeline = int(os.environ.pop(LIFELINE))
+    os.set_inheritable(lifeline, False)
 
     def watch() -> None:
-        while os.read(lifeline, 1):  # blocks until the sweep closes its end, or is gone
-            pass
+        os.read(lifeline, 1)  # nothing is ever written: this returns when the sweep has closed its end, or is gone
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
-    os.set_inheritable(lifeline, False)
     threading.Thread(target=watch, name="sweep-lifeline", daemon=True).start()
+
+
+def job_command(words: Sequence[str]) -> list[str]:
+    """The command of a job: `optforge <words>` in a fresh interpreter that imports from where this one does."""
+    safe = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]  # -m puts the current folder first on the path, a script does not
+    return [sys.executable, *safe, "-m", "optforge.cli.child", *words]
 
 
 def _oom_kills() -> int:

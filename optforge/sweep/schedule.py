@@ -10,7 +10,7 @@ from datetime import datetime
 
 from optforge.sweep import outcome
 from optforge.sweep.devices import Slot
-from optforge.sweep.process import POLL_S, JobProcess
+from optforge.sweep.process import POLL_S, JobProcess, job_command
 from optforge.sweep.session import Session, SweepStopped, key_of
 from optforge.sweep.store import DONE, INTERRUPTED, RUNNING, TIMEOUT, Job
 
@@ -81,7 +81,7 @@ class _Schedule:
         job.verdict = job.exit_code = job.seconds = job.error = job.objective = None
         session.save(job)
         words = ["run", *session.flags, *job.overrides, *self.hydra, _run_dir(str(folder))]
-        self.running.append(_Running(job, JobProcess(words, folder / job.log, slot.variables), slot))
+        self.running.append(_Running(job, JobProcess(job_command(words), folder / job.log, slot.variables), slot))
         session.display.started(job)
 
     def _ended(self, entry: _Running) -> Job | None:
