@@ -42,11 +42,11 @@ from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan import calibration_file, devices, make
 from optforge.plan.calibration import Band, Calibration, calibration_for
-from optforge.plan.document import FitRow, SpeedRow, Study
+from optforge.plan.document import Study
 from optforge.plan.make import Plan
 from optforge.plan.speed import product_dtype
+from optforge.plan.stages import stages
 from optforge.plan.study import study
-from optforge.plan.verdict import AS_LOADED
 from optforge.rows import Rows
 from optforge.spec import Measure, Measurement
 
@@ -195,10 +195,17 @@ class Bench:
             module, _ = rows.fresh(plan.rewrites)
             rows.compile(module)
         work.ready(module)
+        resident = _only_in(loaded.module, module)
+        _remember(result.kept, measured=self._kept(module, work) - (resident if self.device.type == "cuda" else 0))
         measured = self.backend.measure(Candidate(name=result.name, call=lambda: work.run(module)), None, self.options)
-        _fill(result, measured, resident=_only_in(loaded.module, module))
-        cache = sum(nbytes(tensor) for tensor in work.kept(module))
-        _remember(result.kept, measured=float(weight_bytes(module) + cache))
+        _fill(result, measured, resident=resident)
+
+    def _kept(self, module: nn.Module, work: Any) -> float:
+        """Bytes that lie on the device between two calls: what the allocator says on CUDA; on a CPU the tensors themselves, since
+        nothing counts there."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.memory_allocated(self.device))
+        return float(weight_bytes(module) + sum(nbytes(tensor) for tensor in work.kept(module)))
 
     def _model(self, case: Case, plan: Plan) -> Loaded:
         if self._loaded is None or self._key != case.model:
@@ -218,32 +225,29 @@ class Bench:
 
 def _predicted(case: Case, row: str, plan: Plan, found: Study) -> Result:
     """The row's prediction, as the plan makes it."""
-    assert found.speed is not None, "a study of a plan has a speed"
-    speed: SpeedRow = (
-        next(one for one in found.speed.rows if (one.name == AS_LOADED) == (row == "eager")) if row == "eager" else found.speed.rows[-1]
-    )
-    graph = plan.graph if row == "eager" else (plan.rewrites[-1].graph if plan.rewrites else plan.graph)
+    at = 0 if row == "eager" else -1
+    stage = list(stages(plan))[at]
+    assert found.speed is not None and found.fit is not None, "a study of a plan has both"
+    speed, fitted = found.speed.rows[at], found.fit.rows[at]
     result = Result(
         name=_name(case),
         workload=plan.run.workload.kind,
-        dtype=product_dtype(graph) or str(plan.model.get("dtype")),
+        dtype=product_dtype(stage.graph) or str(plan.model.get("dtype")),
         mode=speed.mode,
         predicted_ms=speed.latency_ms,
         ideal_ms=speed.ideal_ms,
         bound=speed.bound,
     )
-    fit = getattr(found, "fit", None)
-    fitted: FitRow | None = None if fit is None or not fit.rows else fit.rows[0 if row == "eager" else -1]
-    if fitted is not None:
-        _remember(result.kept, predicted=sum(fitted.parts.get(part, 0.0) for part in ("weights", "kv_cache")))
-        runtime = fitted.parts.get("runtime", 0.0)  # the driver's own memory is outside the allocator
-        _remember(result.total, predicted=None if fitted.total_bytes is None else fitted.total_bytes - runtime)
+    _remember(result.kept, predicted=sum(fitted.parts.get(part, 0.0) for part in ("weights", "kv_cache")))
+    runtime = fitted.parts.get("runtime", 0.0)  # the driver's own memory is outside the allocator
+    _remember(result.total, predicted=None if fitted.total_bytes is None else fitted.total_bytes - runtime)
     return result
 
 
 def _name(case: Case) -> str:
-    """The overrides without what every point has."""
-    return " ".join(text.removeprefix("workload.").removeprefix("recipe=").removeprefix("model=") for text in case.overrides)
+    """The overrides in short: `llama_bf16 llama3_1b decode batch_size=1`."""
+    named = (text.removeprefix("recipe=").removeprefix("model=").removeprefix("workload=") for text in case.overrides)
+    return " ".join(f"without {text.split('.')[-1]}" if text.startswith("~") else text.split(".")[-1] for text in named)
 
 
 def _fill(result: Result, measured: Measurement, *, resident: int) -> None:
@@ -421,6 +425,8 @@ def main() -> None:
             document["seconds"] = time.perf_counter() - begun
             write_bytes(stem.with_suffix(".json"), (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
             write_bytes(stem.with_suffix(".md"), markdown(document).encode())
+    if not results:
+        sys.exit(f"no case has {options.only!r} in its name")
     print(markdown(document))
     if options.record and calibration is not None and calibration.exact:
         path = record(results, calibration, source=f"{stem.name}.md: {document['command']}")
