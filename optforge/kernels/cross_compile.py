@@ -35,7 +35,7 @@ COMPILED, REFUSED = "compiled", "refused"
 MATRIX, TF32, ORDINARY = "matrix", "tf32", "ordinary"
 
 PROCESSES = 2
-"""Compilers at work at the same time; each takes 200 to 400 MB."""
+"""Compilers at work at the same time; each takes about 200 MB."""
 
 LIMIT_S = 180
 """Seconds that one kernel may take; the slowest of this package takes 4."""
@@ -113,7 +113,8 @@ def compile_all(jobs: Sequence[tuple[Configuration, str]], progress: Progress | 
     found = {path: result for path in paths if (result := _read(path)) is not None}
     missing = [(path, *job) for path, job in dict(zip(paths, jobs, strict=True)).items() if path not in found]
     progress.advance(len(jobs) - len(missing))
-    found |= _compile_missing(missing, folder, progress)
+    if missing:
+        found |= _compile_missing(missing, folder, progress)
     return [found[path] for path in paths]
 
 
@@ -125,7 +126,7 @@ def _compile_missing(jobs: Sequence[Job], folder: Path, progress: Progress) -> d
     shares = [share for share in (jobs[start::PROCESSES] for start in range(PROCESSES)) if share]
     done: set[Path] = set()
     # in this order: the threads are waited for before their folder goes
-    with tempfile.TemporaryDirectory(prefix=".work-", dir=folder) as name, ThreadPoolExecutor(PROCESSES) as pool:
+    with _working_folder(folder) as name, ThreadPoolExecutor(PROCESSES) as pool:
         futures = [pool.submit(_finish, share, Path(name) / str(number)) for number, share in enumerate(shares)]
         try:
             while wait(futures, timeout=0.1).not_done:
@@ -159,6 +160,8 @@ def _finish(jobs: Sequence[Job], work: Path) -> dict[Path, Compiled]:
         try:
             isolate.call(_child, left, work, LIMIT_S, timeout_s=LIMIT_S * len(left) + START_S, env=environment)
         except ChildFailed as error:
+            if error.kind == OutputError.__name__:
+                raise OutputError(str(error).partition(f"{error.kind}: ")[2]) from error
             if error.kind is not None:  # an exception of ours, not a compiler's end
                 raise
             ended = error
@@ -200,9 +203,21 @@ def _folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fix = "free space there, or set OPTFORGE_CACHE to another folder"
-        raise OutputError(Problem(where=str(folder), what=f"cannot be written ({error.strerror or error})", fix=fix)) from error
+        raise _not_writable(folder, error) from error
     return folder
+
+
+def _working_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """For what Triton and its compilers leave; goes when they are done."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=".work-", dir=folder)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> OutputError:
+    fix = "free space there, or set OPTFORGE_CACHE to another folder"
+    return OutputError(Problem(where=str(folder), what=f"cannot be written ({error.strerror or error})", fix=fix))
 
 
 def _key(configuration: Configuration, arch: str, sources: str) -> str:
