@@ -6,6 +6,7 @@ computed again for each row of the report, bit for bit; where that does not hold
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor, nn
+
+log = logging.getLogger("optforge")
 
 
 def logits_of(module: nn.Module, ids: Tensor) -> Tensor:
@@ -52,6 +55,7 @@ class LanguageQuality:
         """Runs the baseline once: its loss, its last layer's inputs, and its cached outputs if there are none yet."""
         if self.folder is not None:
             self.cached = reference.load(self.folder)
+            log.info("reference outputs of the baseline: %s, %s", "found" if self.cached else "not there yet", self.folder)
         if self.baseline is None:
             self.mean_loss = self.cached.mean_loss if self.cached is not None else None
             return

@@ -116,7 +116,7 @@ def _judge(run: QualityRun, data: DataSource, device: torch.device, seed: int) -
     if loaded.family == "causal_lm":
         ids = data.tokens(loaded, options.tokens, seed)
         dtype = str(compute_dtype(loaded.module)).removeprefix("torch.")
-        folder = reference.path_of(loaded.digest, ids, options.window, dtype) if loaded.digest else None
+        folder = reference.path_of(loaded.digest, loaded.module, ids, options.window, dtype) if loaded.digest else None
         return LanguageQuality(baseline=run.baseline, ids=ids, window=options.window, device=device, folder=folder)
     if loaded.family == "image_classifier":
         return ClassifierQuality(run.baseline, lambda: data.batches(loaded, options.items, _BATCH, seed), device)

@@ -17,7 +17,7 @@ import torch
 from optforge.cache import building, cache_dir
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 TOP = 128
 _FILE = "reference.safetensors"
@@ -37,13 +37,22 @@ class Reference:
         return self.log_probabilities[rows], self.indices[rows].long()
 
 
-def path_of(digest: str, ids: Tensor, window: int, dtype: str) -> Path:
-    """The folder for one model (`digest` of its weights), one run of token ids, and the versions that computed it."""
+def path_of(digest: str, module: nn.Module, ids: Tensor, window: int, dtype: str) -> Path:
+    """The folder for one model (`digest` of its weights, and what it computes with them), one run of token ids, and the
+    versions that computed it."""
     import transformers
 
-    parts = [digest, hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest(), window, dtype, TOP]
+    parts = [digest, _structure(module), hashlib.sha256(ids.contiguous().numpy().tobytes()).hexdigest(), window, dtype, TOP]
     parts += [torch.__version__, transformers.__version__]
     return cache_dir() / "references" / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _structure(module: nn.Module) -> list[str]:
+    """What a module computes besides its weights: equal weights under another epsilon or head count are another model."""
+    config = getattr(module, "config", None)
+    settings = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    settings.pop("_name_or_path", None)  # where it was loaded from
+    return [str(module), json.dumps(settings, sort_keys=True, default=str)]
 
 
 def load(folder: Path) -> Reference | None:
