@@ -19,8 +19,8 @@ from optforge.errors import EXIT_OK, ConfigError, OutputError, Problem
 if TYPE_CHECKING:
     from optforge.compare import Comparison
 
-PIPE_WIDTH = 200
-"""Columns of the output where it is no terminal and COLUMNS does not say."""
+PIPE_WIDTH = 1000
+"""Columns of the output where it is no terminal and COLUMNS does not say: one row a line, however long its name."""
 STDOUT = Path("-")
 PAGE = "compare.html"
 

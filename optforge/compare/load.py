@@ -14,7 +14,7 @@ from optforge import config
 from optforge import recipe as recipes
 from optforge.errors import ConfigError, Problem, UserError, near
 from optforge.preflight import slug
-from optforge.report import store
+from optforge.report import figures, store
 from optforge.spec import Report
 from optforge.sweep import store as sweeps
 
@@ -35,7 +35,7 @@ class Entry:
     @property
     def finished(self) -> bool:
         """Whether it was measured to the end. A missed quality limit or a regression is a finished run."""
-        return self.report.status == "complete" and self.report.optimized is not None
+        return not _why(self.report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,9 @@ def _report(path: Path, cwd: Path) -> Entry:
 
 def _why(report: Report) -> str:
     """Why a report has no figures of the optimized model; empty where it has them."""
-    if report.status == "complete" and report.optimized is not None:
-        return ""
+    if report.status == "complete":
+        timed = report.optimized is not None and figures.exists(report.optimized.latency_ms.get("p50"))
+        return "" if timed else "no time was measured"
     return report.reason or {"incomplete": "the run is not finished"}.get(report.status, report.status)
 
 

@@ -31,7 +31,7 @@ class Metric:
 LATENCY = Metric(key="latency", title="latency", better=LOWER, unit="latency_ms")
 THROUGHPUT = Metric(key="throughput", title="throughput", better=HIGHER, unit="per_s")
 MEMORY = Metric(key="memory", title="peak memory", better=LOWER, unit="bytes")
-SIZE = Metric(key="size", title="weights", better=LOWER, unit="bytes")
+SIZE = Metric(key="size", title="weight size", better=LOWER, unit="bytes")
 COST = Metric(key="cost", title="cost per million", better=LOWER, unit="cost")
 QUALITIES = (
     Metric(key="perplexity_increase", title="perplexity increase", better=LOWER, unit="share"),

@@ -19,6 +19,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from optforge import __version__
 from optforge.compare import ranking, table
 from optforge.compare.comparison import MEASURED, Comparison, Row
+from optforge.compare.conditions import UNKNOWN
 from optforge.compare.metrics import Metric, text
 from optforge.compare.settings import ABSENT
 from optforge.report import figures, view
@@ -78,7 +79,9 @@ def _headline(comparison: Comparison) -> str:
 
 
 def _lead(comparison: Comparison) -> str:
-    """The best figure and where it was measured."""
+    """The best figure and where it was measured; empty where nothing was."""
+    if not comparison.measured:
+        return ""
     best = comparison.measured[0]
     said = [text(comparison.by, best.values.get(comparison.by.key), best.report)]
     if best.ratio is not None:
@@ -104,10 +107,12 @@ def _varied(comparison: Comparison) -> list[tuple[str, list[tuple[str, int]]]]:
     return [(key, Counter(own.get(key, ABSENT) for own in runs).most_common()) for key in comparison.differing]
 
 
-def _conditions(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Each condition with its distinct values."""
+def _conditions(comparison: Comparison) -> list[tuple[str, list[str], bool]]:
+    """Each condition that some run records, with its distinct values, and whether it differs."""
     own = list(comparison.conditions.values())
-    return [(key, list(dict.fromkeys(one[key] for one in own))) for key in (own[0] if own else {})]
+    differ = {item.condition for item in comparison.differences}
+    found = [(key, [value for value in dict.fromkeys(one[key] for one in own) if value != UNKNOWN]) for key in (own[0] if own else {})]
+    return [(key, values, key in differ) for key, values in found if values]
 
 
 def _embedded(comparison: Comparison) -> str:

@@ -29,7 +29,7 @@ def settings(report: Report) -> Settings:
     steps = (tree.get("recipe") or {}).get("steps")
     if steps is not None:
         tree = {**tree, "recipe": {key: value for key, value in tree["recipe"].items() if key != "steps"}, "steps": steps}
-    leaves = {key: value for key, value in view.flat(tree) if value != {} and value is not None}
+    leaves = {key: value for key, value in view.flat(tree) if value is not None and not (key.endswith(".keep") and value == "always")}
     return {key: _text(value) for key, value in leaves.items() if key not in WITHOUT}
 
 

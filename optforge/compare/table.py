@@ -46,7 +46,7 @@ def columns(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
     measured = bool(rows) and rows[0].kind == MEASURED
     shown = [_figure(metric, rows) for metric in comparison.shown(rows)]
     if not measured:
-        where = Column(key="where", title="figures", cell=lambda row: row.where, left=True)
+        where = Column(key="where", title="predicted for", cell=lambda row: view.target_name(row.report), left=True)
         return [*_leading(rows), where, *shown, *_trailing(comparison, rows)]
     ratios = [
         Column(key="reference", title="reference", cell=lambda row: figures.milliseconds(row.reference_ms), narrow=False),
@@ -58,6 +58,10 @@ def columns(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
     return [*_leading(rows), *latency, p90, *ratios, *others, *_trailing(comparison, rows)]
 
 
+def _measured_on(row: Row) -> str:
+    return row.where.removeprefix("measured on ")
+
+
 def ratio(row: Row) -> str:
     """How many times better than its reference, in what the recipe is for."""
     return times(row.ratio)
@@ -65,8 +69,9 @@ def ratio(row: Row) -> str:
 
 def times(value: Ratio | None, *, interval: bool = True) -> str:
     """A ratio of times, unless it says `memory` or `size`."""
-    unit = f" {value.unit}" if value is not None and value.unit in view.WORDS else ""
-    return f"{figures.ratio(value, interval=interval)}{unit}"
+    if value is None or value.unit not in view.WORDS:
+        return figures.ratio(value, interval=interval)
+    return f"{figures.ratio(value, interval=interval and value.low < value.high)} {value.unit}"
 
 
 def _leading(rows: Sequence[Row]) -> list[Column]:
@@ -79,7 +84,7 @@ def _leading(rows: Sequence[Row]) -> list[Column]:
     if any(row.group for row in rows):
         found.append(Column(key="group", title="conditions", cell=lambda row: row.group, left=True))
     if any(view.is_stand_in(row.report) for row in rows) or len({row.where for row in rows}) > 1:
-        found.append(Column(key="where", title="figures", cell=lambda row: row.where, left=True, narrow=False))
+        found.append(Column(key="where", title="measured on", cell=_measured_on, left=True, narrow=False))
     return [column for column in found if column.key != "where" or rows[0].kind == MEASURED]
 
 
@@ -90,7 +95,12 @@ def _trailing(comparison: Comparison, rows: Sequence[Row]) -> list[Column]:
 
 
 def _figure(metric: Metric, rows: Sequence[Row]) -> Column:
-    heads = {"latency": "p50", "throughput": "speed", "cost": _one(rows, lambda row: cost.title(row.report), "cost per million")}
+    heads = {
+        "latency": "p50",
+        "throughput": "speed",
+        "size": "weights",
+        "cost": _one(rows, lambda row: cost.title(row.report), "cost per million"),
+    }
     wide = metric.key in ("throughput", "memory", "size")
     return Column(
         key=metric.key,

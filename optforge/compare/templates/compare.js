@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const SHAPES = ["circle", "square", "triangle", "diamond", "down", "cross"];
 const MAX_PICKED = 6, COLOURS = 8, LABELS = 14;
 const metric = Object.fromEntries(D.metrics.map((m) => [m.key, m]));
-const state = { x: D.axes[0], y: D.axes[1], colour: "", log: false, text: "", facets: {}, kinds: { measured: true, predicted: true }, front: false, picked: [] };
+const state = { x: D.axes[0], y: D.axes[1], colour: "", log: { x: false, y: false }, text: "", facets: {}, kinds: { measured: true, predicted: true }, front: false, picked: [] };
 
 function element(name, attributes = {}, ...children) {
   const svg = ["svg", "g", "line", "path", "polyline", "text", "title"].includes(name);
@@ -67,7 +67,7 @@ function axis(values, from, to, unit, log) {
   if (log) {
     const a = Math.log10(low) - 0.04, b = Math.log10(high) + 0.04, span = Math.max(b - a, 0.2), middle = (a + b) / 2;
     const lo = middle - span / 2, hi = middle + span / 2, ticks = [];
-    for (let e = Math.floor(lo); e <= hi; e++) for (const m of span > 1.6 ? [1] : [1, 2, 5]) {
+    for (let e = Math.floor(lo); e <= hi; e++) for (const m of span > 2.5 ? [1] : span > 1 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7]) {
       const at = Math.log10(m * 10 ** e);
       if (at >= lo && at <= hi) ticks.push([m * 10 ** e, tickText(m * 10 ** e, unit, m * 10 ** e)]);
     }
@@ -115,8 +115,8 @@ function draw(rows) {
   $("missing").textContent = "";
   if (!shown.length) { box.append(element("p", { class: "quiet" }, "No shown run has both figures.")); $("legend").replaceChildren(); return; }
   const ends = (key) => shown.flatMap((row) => row.values[key].slice(0, 3).filter((value) => value !== null));
-  const log = (key) => state.log && Math.min(...ends(key)) > 0;
-  const across = axis(ends(x), 74, width - 22, metric[x].unit, log(x)), up = axis(ends(y), height - 52, 18, metric[y].unit, log(y));
+  const log = (name) => state.log[name] && Math.min(...ends(state[name])) > 0;
+  const across = axis(ends(x), 74, width - 22, metric[x].unit, log("x")), up = axis(ends(y), height - 52, 18, metric[y].unit, log("y"));
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `${metric[y].title} over ${metric[x].title} of ${shown.length} runs; the tables below hold the figures` });
   for (const [value, text] of across.ticks) svg.append(element("line", { class: "grid", x1: across.at(value), x2: across.at(value), y1: 18, y2: height - 52 }), element("text", { x: across.at(value), y: height - 36, "text-anchor": "middle" }, text));
   for (const [value, text] of up.ticks) svg.append(element("line", { class: "grid", x1: 74, x2: width - 22, y1: up.at(value), y2: up.at(value) }), element("text", { x: 66, y: up.at(value) + 4, "text-anchor": "end" }, text));
@@ -288,6 +288,12 @@ function tick(text, checked, change) {
   return element("label", { class: "tick" }, input, text);
 }
 
+/* A figure that spans a factor of thirty is drawn on a logarithmic axis, until the reader says otherwise. */
+function wide(name) {
+  const both = D.rows.filter((row) => has(row, state.x) && has(row, state.y)).map((row) => row.values[state[name]][0]);
+  $(`log${name}`).checked = state.log[name] = both.length > 0 && Math.min(...both) > 0 && Math.max(...both) / Math.min(...both) > 30;
+}
+
 function controls() {
   const bar = $("facets"), search = element("input", { type: "search", placeholder: "name, device, verdict", id: "search" });
   search.addEventListener("input", () => { state.text = search.value; update(); });
@@ -300,13 +306,14 @@ function controls() {
   for (const kind of ["measured", "predicted"]) if (D.rows.some((row) => row.kind !== kind) && D.rows.some((row) => row.kind === kind)) bar.append(tick(kind, true, (on) => { state.kinds[kind] = on; }));
   bar.append(tick("only the front", false, (on) => { state.front = on; }), element("output", { id: "count" }));
   const named = D.metrics.map((m) => [m.key, m.title]);
-  options($("x"), named, state.x, (value) => { state.x = value; });
-  options($("y"), named, state.y, (value) => { state.y = value; });
-  const latencies = D.rows.filter((row) => has(row, state.x)).map((row) => row.values[state.x][0]);
-  $("log").checked = state.log = Math.min(...latencies) > 0 && Math.max(...latencies) / Math.min(...latencies) > 30;
+  options($("x"), named, state.x, (value) => { state.x = value; wide("x"); });
+  options($("y"), named, state.y, (value) => { state.y = value; wide("y"); });
   state.colour = D.facets.includes("recipe") ? "recipe" : D.facets[0] || "";
   options($("colour"), [["", "one colour"], ...D.facets.map((key) => [key, key])], state.colour, (value) => { state.colour = value; });
-  $("log").addEventListener("change", () => { state.log = $("log").checked; update(); });
+  for (const name of ["x", "y"]) {
+    $(`log${name}`).addEventListener("change", () => { state.log[name] = $(`log${name}`).checked; update(); });
+    wide(name);
+  }
   for (const button of document.querySelectorAll("[data-sort]")) button.addEventListener("click", () => sortBy(button));
   for (const line of document.querySelectorAll("tr[data-row]")) line.querySelector("input").addEventListener("change", () => pick(D.rows[+line.dataset.row]));
 }
