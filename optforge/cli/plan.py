@@ -48,7 +48,10 @@ def plan_command(request: Request, *, as_json: bool, kernels: bool) -> int:
         with progress.stage("load PyTorch"):
             import torch  # noqa: F401  the longest import of all, told by itself
 
+            from optforge.plan.devices import measure_unknown
             from optforge.plan.study import plan_or_refusal
+        for run in runs:
+            measure_unknown(run.hardware, config.hardware, progress.note)
         with nullcontext() if request.debug else logs.quiet("torch", "transformers"):
             studies = [plan_or_refusal(run, kernels=kernels, xla=kernels, progress=progress) for run in runs]
     _refuse(studies)

@@ -5,13 +5,18 @@
     overheads: {eager_operator: 2.1e-06, ...}    # seconds
     errors: [...]                                # how far predictions were off whole models, by benchmarks/prediction.py --record
     points:                                      # single operators, by kind, name, dtype
-      - {kind: product, name: aten.mm, dtype: bf16, at: [[[1, 4, 576, 576], 673000, 12.5, 0.02]]}   # size, bytes, microseconds, spread
+      - kind: product
+        name: aten.mm
+        dtype: bf16
+        at:
+          - 1x4x576x576 673000 12.5 0.02         # size, bytes, microseconds, spread
 
 They are read with the safe parser and a strict schema, like every file that may come from somebody else.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +31,8 @@ from optforge.errors import ConfigError, Problem
 from optforge.measure.machine.point import FORWARD, Overheads, Point
 from optforge.plan.efficiency import Band, Calibration
 from optforge.spec import Hardware, Json
+
+_POINT = re.compile(r"(?P<size>\d+(x\d+)*) (?P<bytes>\d+) (?P<microseconds>\d+(\.\d+)?) (?P<spread>\d+(\.\d+)?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +158,7 @@ def _lines(points: Sequence[Point]) -> Iterator[str]:
         yield f"  - kind: {kind}\n    name: {name}\n    dtype: {dtype}\n"
         yield f"    detail: '{detail}'\n    phase: {phase}\n    at:\n"
         for point in sorted(found, key=lambda point: point.size):
-            yield f"      - [[{', '.join(map(str, point.size))}], {point.bytes:.0f}, {point.seconds * 1e6:.4f}, {point.spread:.3f}]\n"
+            yield f"      - {'x'.join(map(str, point.size))} {point.bytes:.0f} {point.seconds * 1e6:.4f} {point.spread:.3f}\n"
 
 
 def _built(cls: type, node: Json, key: str, where: str, problems: list[Problem]) -> Any:
@@ -177,26 +184,19 @@ def _points(node: Json, where: str, problems: list[Problem]) -> Iterator[Point]:
     if group is None:
         return
     for entry in group.at:
-        if not _is_point(entry):
-            what = f"{entry!r:.80} under {group.name} is no point"
-            problems.append(Problem(where=where, what=what, fix="write [[size, ...], bytes, microseconds, spread], numbers above 0"))
+        found = _POINT.fullmatch(str(entry))
+        if found is None or float(found["microseconds"]) <= 0:
+            what = f"{str(entry)!r:.80} under {group.name} is no point"
+            problems.append(Problem(where=where, what=what, fix="write SIZE BYTES MICROSECONDS SPREAD, as 1x4x576x576 673000 12.5 0.02"))
             continue
-        size, moved, microseconds, spread = entry
         yield Point(
             kind=group.kind,
             name=group.name,
             dtype=group.dtype,
-            size=tuple(size),
+            size=tuple(int(extent) for extent in found["size"].split("x")),
             detail=group.detail,
             phase=group.phase,
-            bytes=float(moved),
-            seconds=microseconds / 1e6,
-            spread=float(spread),
+            bytes=float(found["bytes"]),
+            seconds=float(found["microseconds"]) / 1e6,
+            spread=float(found["spread"]),
         )
-
-
-def _is_point(entry: Json) -> bool:
-    if not isinstance(entry, list) or len(entry) != len(("size", "bytes", "microseconds", "spread")) or not isinstance(entry[0], list):
-        return False
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (*entry[0], *entry[1:]))
-    return numbers and entry[2] > 0 and entry[1] >= 0 and entry[3] >= 0

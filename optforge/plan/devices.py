@@ -107,9 +107,10 @@ def measure_unknown(target: Hardware, profile: Callable[[str], Hardware], tell: 
 
     Takes under a minute, once per device and version of torch; `tell` hears of each part. Whoever predicts calls it first.
     """
-    device = next((found for found in detect(profile) if target.name in ("auto", found.hardware.name)), None)
-    if device is None or target.peak_flops or device.hardware.peak_flops:
+    if target.peak_flops or target.backend not in ("auto", *registry.names("backends")):
         return
-    seen = device.backend.detect()
-    if seen is not None:
+    device = next((found for found in detect(profile) if target.name in ("auto", found.hardware.name)), None)
+    seen = None if device is None or device.hardware.peak_flops else device.backend.detect()
+    if device is not None and seen is not None:
+        tell("measuring this machine's peaks, once; optforge hardware measure does it again")
         measured.measure(seen, device.backend, tell)

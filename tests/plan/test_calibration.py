@@ -204,8 +204,10 @@ def test_recorded_errors_replace_the_old_ones_and_nothing_else(tmp_path: Path) -
     [
         ("device: a toy", "devise: a toy", "unknown key 'devise'"),
         ("compiled_region:", "compiled_regions:", "unknown key 'compiled_regions'"),
-        ("40.0000", "-40.0", "is no point"),
-        ("40.0000", "fast", "is no point"),
+        (" 40.0000 ", " -40.0 ", "is no point"),
+        (" 40.0000 ", " fast ", "is no point"),
+        (" 40.0000 ", " 0.0 ", "is no point"),
+        ("1x1x576x576", "1x1x576y576", "is no point"),
         ("profile:", "hardware: h200\nprofile:", "either hardware or profile"),
         ("bf16: 1000000000000.0", "bf16: -1.0", "must be above 0"),
     ],
@@ -246,3 +248,9 @@ def test_the_nearest_device_of_the_family_lends_its_shares(tmp_path: Path, monke
     assert found is not None and found.name == "h200" and not found.exact
     own = calibration_for(config.hardware("h200"))
     assert own is not None and own.exact
+
+
+def test_a_file_holds_the_points_of_a_whole_accelerator(tmp_path: Path) -> None:
+    """The safe parser takes 256 KiB and 20,000 values, and a survey of a GPU is some 2,000 points."""
+    many = [point(rows, 128 * n, 4096, 1e-5 * rows) for rows in range(1, 51) for n in range(1, 51)]
+    assert len(written(tmp_path / "large.yaml", points=many).points) == 2500
