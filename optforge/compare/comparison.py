@@ -141,7 +141,7 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
     guesses = [row for row in guesses if row.values]
     key = _by(by, figures, rows or guesses)
     axes = _axes(figures, rows or guesses)
-    tree = {name: settings.settings(entry.report) for name, entry in named.items()}
+    tree = {name: _settings(entry) for name, entry in named.items()}
     differing, deciding = _differing(list(named.values()), list(tree.values()))
     return Comparison(
         measured=_placed(rows, key, axes),
@@ -160,15 +160,20 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
 
 
 def _named(entries: Sequence[Entry]) -> dict[str, Entry]:
-    tree = [settings.settings(entry.report) for entry in entries]
+    tree = [_settings(entry) for entry in entries]
     _, deciding = _differing(entries, tree)
     return dict(zip(settings.names(tree, deciding), entries, strict=True))
 
 
+def _settings(entry: Entry) -> settings.Settings:
+    """The settings of a run; of one that left none, those that its sweep gave it."""
+    own = settings.settings(entry.report)
+    return own if entry.report.settings else {**settings.overridden(entry.overrides), **own}
+
+
 def _differing(entries: Sequence[Entry], tree: Sequence[settings.Settings]) -> tuple[list[str], list[str]]:
     """Keys in which the runs differ, and those of them that decide the rest."""
-    overrides = [text.split("=", 1)[0].lstrip("+~") for entry in entries for text in entry.overrides]
-    varied = [key.removeprefix("recipe.") if key.startswith("recipe.steps.") else key for key in overrides]
+    varied = [key for entry in entries for key in settings.overridden(entry.overrides)]
     differing = settings.differing(tree, varied)
     return differing, settings.deciding(tree, differing)
 

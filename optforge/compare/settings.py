@@ -6,6 +6,7 @@ of all of them cannot be read, so it is made of the few that determine the rest.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -17,9 +18,13 @@ Settings = dict[str, str]
 
 FIRST = ("recipe.name", "hardware", "model.name", "workload.name")
 """Keys that a name is made of before any other; their values stand alone in it, since everybody knows what they are."""
+GROUPS = ("recipe", "model", "data", "workload")
+"""Chosen by name; the name is one of their settings."""
 WITHOUT = ("output_dir", "command", "fail_on", "save", "recipe.description", "recipe.source", "model.kind", "data.kind", "workload.kind")
 """Settings that change no figure, or only repeat another one."""
 ABSENT = "-"
+MAX_VALUE = 40
+"""Characters of one value in a name."""
 
 
 def settings(report: Report) -> Settings:
@@ -31,6 +36,16 @@ def settings(report: Report) -> Settings:
         tree = {**tree, "recipe": {key: value for key, value in tree["recipe"].items() if key != "steps"}, "steps": steps}
     leaves = {key: value for key, value in view.flat(tree) if value is not None and not (key.endswith(".keep") and value == "always")}
     return {key: _text(value) for key, value in leaves.items() if key not in WITHOUT}
+
+
+def overridden(overrides: Sequence[str]) -> Settings:
+    """The settings that a job's overrides name, keyed as in `settings`; a chosen recipe or model as its name."""
+    found = {}
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        key = key.removeprefix("recipe.") if key.startswith("recipe.steps.") else key
+        found[f"{key}.name" if key in GROUPS else key] = value
+    return found
 
 
 def _older(report: Report) -> dict[str, Json]:
@@ -91,8 +106,15 @@ def _name(run: Mapping[str, str], keys: Sequence[str]) -> str:
         if key in FIRST[1:]:
             parts.append(run.get(key, ABSENT))
         elif key != FIRST[0] and key in run:
-            parts.append(f"{_short(key, keys)}={run[key]}")
+            parts.append(f"{_short(key, keys)}={_cut(run[key])}")
     return " ".join(parts)
+
+
+def _cut(value: str) -> str:
+    """A value short enough for a name; a long one ends in a hash, so that two of them stay two."""
+    if len(value) <= MAX_VALUE:
+        return value
+    return f"{value[: MAX_VALUE - 10]}..{hashlib.sha256(value.encode()).hexdigest()[:8]}"
 
 
 def _short(key: str, keys: Sequence[str]) -> str:

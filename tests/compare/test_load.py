@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fleets import CPU, named, read, write
 
-from optforge.compare import load
+from optforge.compare import compare, load
 from optforge.errors import ConfigError
 from optforge.sweep import store as sweeps
 
@@ -135,3 +135,29 @@ def test_every_job_of_a_sweep_has_a_place_however_it_ended(tmp_path: Path, argum
     assert reasons[5] == "not_started"
     assert [entry.report.verdict for entry in entries[1:]] == ["failed", "failed", "oom", "failed", "incomplete"]
     assert [entry.overrides[-1] for entry in entries] == [f"seed={index}" for index in range(6)]
+
+
+@pytest.mark.case("B144")
+def test_jobs_without_a_report_are_named_by_what_their_sweep_varied(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    _sweep(folder)
+    (job,) = [job for job in sweeps.read(folder).jobs if job.name == "crash"]
+    long = "re:" + "x" * 300
+    jobs = [
+        sweeps.Job(
+            **{
+                **vars(job),
+                "index": index,
+                "folder": f"{index}_job",
+                "overrides": ["recipe=a/b", f"++recipe.steps.weights.ignore=[{value}]"],
+            }
+        )
+        for index, value in enumerate((long, "lm_head"))
+    ]
+    sweeps.write(sweeps.Sweep(jobs=jobs), folder)
+    found = compare(load(["sweep"], cwd=tmp_path).entries)
+    (first, _), (second, _) = found.failed
+    assert second == "a/b ignore=[lm_head]"
+    assert first.startswith("a/b ignore=[re:xxxx") and len(first) <= 80
+    assert found.settings[first]["steps.weights.ignore"] == f"[{long}]"
