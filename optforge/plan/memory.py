@@ -211,7 +211,7 @@ def _notes(stage: Stage, hardware: Hardware) -> Iterator[str]:
     else:
         yield f"not counted: what the driver and the libraries of {hardware.backend} take for themselves, which nobody measured here"
     if stage.mesh.fsdp > 1:
-        yield "workspace holds the two largest groups of whole weights and gradients that FSDP gathers at once"
+        yield "workspace holds what FSDP gathers at once: the root's group of weights and two layers', in training two groups of gradients"
     if stage.graph.training:
         gradients = held(stage.layout, stage.mesh, "gradient")
         yield f"gradients are those that lie on weights at the fullest moment; all of them are {figures.nbytes(gradients)}"

@@ -119,11 +119,13 @@ def held(layout: Layout, mesh: Mesh, *roles: str) -> int:
 
 
 def gathered(layout: Layout, mesh: Mesh) -> int:
-    """Bytes of whole weights, and in training whole gradients, that FSDP holds at once: of the largest two groups, one that runs
-    and one that is fetched ahead or on its way out."""
+    """Bytes of whole weights, and in training whole gradients, that FSDP holds at once: the root's group, which FSDP2 keeps
+    gathered, and of the others the largest two, one that runs and one that is fetched ahead; of gradients the largest two, one
+    that is made and one that is on its way out."""
     if mesh.fsdp == 1:
         return 0
-    return sum(sum(sorted(_units(layout, mesh, kind).values(), reverse=True)[:2]) for kind in ("parameter", "gradient"))
+    weights, gradients = _units(layout, mesh), _units(layout, mesh, "gradient")
+    return weights.pop("", 0) + sum(sorted(weights.values())[-2:]) + sum(sorted(gradients.values())[-2:])
 
 
 def split(graph: Graph, mesh: Mesh) -> Graph:
