@@ -17,7 +17,8 @@ from datetime import date
 from pathlib import Path
 
 from optforge import config
-from optforge.kernels.cross_compile import Compiled, compile_all, triton_version
+from optforge.kernels.compiler import Compiled
+from optforge.kernels.cross_compile import compile_all, triton_version
 from optforge.kernels.launches import DECLARED, Configuration, Product, declared
 from optforge.plan.kernels import COMPILED, judged
 

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for an accelerator that is not in the machine, and reads what became of them off the binary.
+"""Compiles the Triton kernels for an accelerator that is not in the machine, and keeps what became of them.
 
 A kernel that needs more shared memory than the device has, spills its registers or is refused by the compiler shows that
 on a laptop, and not after a download. Compiling happens in processes of their own: LLVM ends the whole process on some
@@ -9,30 +9,24 @@ in the user's cache by source, configuration, arch and Triton's version, so that
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
-import re
 import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from optforge import atomic, isolate
 from optforge.cache import cache_dir
 from optforge.errors import ChildFailed, MissingDependency, OutputError, Problem
-from optforge.kernels.launches import ALIGNMENT, Configuration
+from optforge.kernels import compiler
+from optforge.kernels.compiler import REFUSED, SAID, Compiled, compile_here
+from optforge.kernels.launches import Configuration
 from optforge.progress import Progress, SilentProgress
-
-COMPILED, REFUSED = "compiled", "refused"
-MATRIX, TF32, ORDINARY = "matrix", "tf32", "ordinary"
 
 PROCESSES = 2
 """Compilers at work at the same time; each takes about 200 MB."""
@@ -48,33 +42,6 @@ FORMAT = 1
 
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """How a compiler ends by its own fault, and will again; other signals come from outside and are not kept."""
-
-TENSOR_MEMORY_COLUMNS = 512
-"""Blackwell's tensor memory (PTX ISA, tcgen05.alloc: 512 columns); Triton refuses to launch what takes more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """What became of one configuration on one arch; None where it is not known."""
-
-    arch: str
-    status: str
-    """`compiled` or `refused`."""
-    registers: int | None = None
-    """32-bit registers of one thread (AMD: vector registers of one lane)."""
-    shared_memory_bytes: int | None = None
-    """Of one thread block."""
-    spills: int | None = None
-    """32-bit registers of one thread that had to move to memory."""
-    warps: int | None = None
-    stages: int | None = None
-    """Loads that the compiler keeps ahead of the product."""
-    units: str | None = None
-    """What multiplies: `matrix` units, `tf32` (matrix units that round fp32 operands to a 10-bit mantissa) or `ordinary` cores; None
-    for a kernel without a product."""
-    seconds: float | None = None
-    reason: str = ""
-    """Why it was refused: the compiler's own words, one line."""
 
 
 def triton_version() -> str | None:
@@ -178,21 +145,16 @@ def _finish(jobs: Sequence[Job], work: Path) -> dict[Path, Compiled]:
 
 def _crashed(path: Path, arch: str, ended: ChildFailed, work: Path) -> Compiled:
     """The result of the kernel that ended its compiler's process."""
-    said = _said(work)
+    printed = compiler.said(work)
     if ended.signal == signal.SIGALRM:
         why = f"the compiler was still at work after {LIMIT_S} s"
     else:
         how = str(ended).partition(": ")[2]
-        why = f"{_complaint(said) or 'the compiler gave no reason'} ({how})"
+        why = f"{compiler.complaint(printed) or 'the compiler gave no reason'} ({how})"
     result = Compiled(arch=arch, status=REFUSED, reason=why)
     if ended.signal in CRASHES:
         _write(path, result)
     return result
-
-
-def _said(work: Path) -> str:
-    file = work / "said.txt"
-    return file.read_text(errors="replace") if file.exists() else ""
 
 
 # What is kept.
@@ -248,12 +210,9 @@ def _write(path: Path, result: Compiled) -> None:
     atomic.write_bytes(path, json.dumps(asdict(result)).encode())
 
 
-# The compiler's side: everything below runs in a process of its own.
-
-
 def _child(jobs: Sequence[Job], work: Path, limit_s: int) -> None:
-    """Compiles the jobs one after another and writes each result as it comes."""
-    said = (work / "said.txt").open("wb")
+    """In a process of its own: compiles the jobs one after another and writes each result as it comes."""
+    said = (work / SAID).open("wb")
     os.dup2(said.fileno(), 1)  # the compilers complain on the descriptors, not through Python
     os.dup2(said.fileno(), 2)
     for path, configuration, arch in jobs:
@@ -262,117 +221,6 @@ def _child(jobs: Sequence[Job], work: Path, limit_s: int) -> None:
         said.seek(0)
         said.truncate()
         signal.alarm(limit_s)  # without a handler: ends the process wherever the compiler is
-        result = _compile(configuration, arch, work)
+        result = compile_here(configuration, arch, work)
         signal.alarm(0)
         _write(path, result)
-
-
-def _compile(configuration: Configuration, arch: str, work: Path) -> Compiled:
-    import triton
-
-    begin = time.perf_counter()
-    try:
-        built = triton.compile(source(configuration, arch), target=target(arch), options=dict(configuration.options))
-    except Exception as error:  # whatever a compiler raises is its answer, and is written down
-        return Compiled(arch=arch, status=REFUSED, reason=_reason(error, _said(work)), seconds=time.perf_counter() - begin)
-    seconds = time.perf_counter() - begin
-    columns = getattr(built.metadata, "tmem_size", None) or 0
-    fits = columns <= TENSOR_MEMORY_COLUMNS
-    registers, spills = _nvidia_registers(built.asm["cubin"], work) if arch.startswith("sm_") else _amd_registers(built.asm["amdgcn"])
-    return Compiled(
-        arch=arch,
-        status=COMPILED if fits else REFUSED,
-        registers=registers,
-        shared_memory_bytes=built.metadata.shared,
-        spills=spills,
-        warps=built.metadata.num_warps,
-        stages=built.metadata.num_stages,
-        units=_units(built.asm, arch),
-        seconds=seconds,
-        reason="" if fits else f"needs {columns} columns of tensor memory, the device has {TENSOR_MEMORY_COLUMNS}",
-    )
-
-
-def source(configuration: Configuration, arch: str) -> Any:
-    """The configuration as Triton's launcher hands it to the compiler (`triton.compiler.ASTSource`)."""
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(configuration.module), configuration.name)
-    names: list[str] = kernel.arg_names
-    aligned = {argument: [["tt.divisibility", ALIGNMENT]] for argument in configuration.aligned}
-    ranged = {argument: [["tt.pointer_range", 32]] for argument in configuration.small if _ranges(arch)}
-    attributes = {(index,): found for index, name in enumerate(names) if (found := aligned.get(name, []) + ranged.get(name, []))}
-    return ASTSource(
-        fn=kernel,
-        signature={name: configuration.signature[name] for name in names},
-        constexprs=dict(configuration.constants),
-        attrs=attributes,
-    )
-
-
-def _ranges(arch: str) -> bool:
-    """Whether the launcher tells the compiler of small storages: for AMD, unless buffer operations are switched off."""
-    from triton import knobs
-
-    return arch.startswith("gfx") and bool(knobs.amd.use_buffer_ops)
-
-
-def target(arch: str) -> Any:
-    """Triton's name for an arch: `sm_90` is ("cuda", 90), `gfx942` is ("hip", "gfx942"), with the threads that run in step."""
-    from triton.backends.compiler import GPUTarget
-
-    if arch.startswith("sm_"):
-        return GPUTarget("cuda", int(re.sub(r"\D", "", arch)), 32)
-    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-
-
-def _nvidia_registers(cubin: bytes, work: Path) -> tuple[int | None, int | None]:
-    """Registers of one thread and spilled ones, by the `cuobjdump` that Triton's package carries.
-
-    Triton's kernels keep nothing else on the stack, so its bytes are spilled registers of four (Triton counts them so).
-    """
-    from triton import knobs
-
-    file = work / "kernel.cubin"
-    file.write_bytes(cubin)
-    try:
-        tool = knobs.nvidia.cuobjdump.path
-    except RuntimeError:  # a build of Triton without NVIDIA's tools: not known, and so shown
-        return None, None
-    said = subprocess.run([tool, "--dump-resource-usage", str(file)], capture_output=True, text=True, check=True, timeout=60).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    return (int(found[1]), int(found[2]) // 4) if found else (None, None)
-
-
-def _amd_registers(assembly: str) -> tuple[int | None, int | None]:
-    """Vector registers of one lane and spilled ones, from the metadata at the end of the assembly."""
-    used, spilled = (re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "vgpr_spill_count"))
-    return int(used[1]) if used else None, int(spilled[1]) if spilled else None
-
-
-def _units(assembly: Any, arch: str) -> str | None:
-    """Read off the instructions, since the compiler chooses them and does not always keep to the precision that was asked for."""
-    if "tt.dot" not in assembly["ttir"]:
-        return None
-    text = assembly["ptx" if arch.startswith("sm_") else "amdgcn"]
-    products = re.findall(r"mma[.]\S+|v_(?:mfma|wmma|smfmac)_\S+", text)
-    if not products:
-        return ORDINARY
-    return TF32 if any("tf32" in product or "xf32" in product for product in products) else MATRIX
-
-
-COMPLAINTS = (r"LLVM ERROR: .*", r"ptxas .*(?:error|fatal) .*", r"Assertion .* failed.*", r"(?<=error: ).*")
-
-
-def _reason(error: BaseException, said: str) -> str:
-    """The one line that tells why: the front end's message, else what the back end printed, else the exception's own."""
-    while error.__cause__ is not None:  # the front end wraps what it was told in the kernel's source lines
-        error = error.__cause__
-    own = str(getattr(error, "error_message", None) or error)
-    first = next((line.strip() for line in own.splitlines() if line.strip()), "")
-    return _complaint(own) or _complaint(said) or f"{type(error).__name__}: {first}"
-
-
-def _complaint(text: str) -> str:
-    found = next((match for pattern in COMPLAINTS if (match := re.search(pattern, text))), None)
-    return found[0].strip() if found else ""

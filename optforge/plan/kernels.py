@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from optforge.kernels import cross_compile
-from optforge.kernels.cross_compile import Compiled, triton_version
+from optforge.kernels.compiler import ORDINARY, TF32, Compiled
+from optforge.kernels.cross_compile import triton_version
 from optforge.kernels.launches import BYTES, DECLARED, Configuration, Product, declared
 from optforge.plan.graph import ATTENTION, CONVOLUTION, FUSIBLE, OPTIMIZER, PRODUCT, Graph, Operator
 from optforge.progress import Progress
@@ -21,8 +22,8 @@ COMPILED, REFUSED, OVER_SHARED_MEMORY, LIBRARY = "compiled", "refused", "over_sh
 NOT_CHECKED = "not_checked"
 
 UNITS = {
-    cross_compile.ORDINARY: "the product runs on the ordinary cores, not on matrix units",
-    cross_compile.TF32: "the product rounds its fp32 operands to tf32, a 10-bit mantissa",
+    ORDINARY: "the product runs on the ordinary cores, not on matrix units",
+    TF32: "the product rounds its fp32 operands to tf32, a 10-bit mantissa",
 }
 """What a reader should know of the units that multiply."""
 

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from optforge import isolate
 from optforge.errors import MissingDependency, OutputError
 from optforge.kernels import cross_compile
-from optforge.kernels.cross_compile import COMPILED, REFUSED, Compiled, compile_all, compile_for
+from optforge.kernels.compiler import COMPILED, REFUSED, reason_of
+from optforge.kernels.cross_compile import compile_all, compile_for
 from optforge.kernels.launches import Configuration, Product, declared
 
 
@@ -63,7 +64,7 @@ def test_registers_and_spills_are_those_that_the_assembler_reports(tmp_path: Pat
     found = compile_for(kernel, "sm_80")
     script = (
         "import sys, triton\nfrom triton import knobs\n"
-        "from optforge.kernels.cross_compile import source, target\nfrom optforge.kernels.launches import *\n"
+        "from optforge.kernels.compiler import source, target\nfrom optforge.kernels.launches import *\n"
         "kernel = declared(Product(operator='int8_weight', dtype='fp32', rows=16, outputs=512, columns=512))\n"
         "open(sys.argv[1], 'w').write(triton.compile(source(kernel, 'sm_80'), target=target('sm_80')).asm['ptx'])\n"
         "print(knobs.nvidia.ptxas.path)"
@@ -206,8 +207,4 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_the_line_that_tells_why(text: str, expected: str) -> None:
-    assert cross_compile._reason(RuntimeError("PassManager::run failed"), text) == expected
-
-
-def test_results_are_plain_data() -> None:
-    assert Compiled(arch="sm_80", status=COMPILED).units is None
+    assert reason_of(RuntimeError("PassManager::run failed"), text) == expected

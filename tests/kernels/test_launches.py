@@ -14,7 +14,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import optforge.kernels
-from optforge.kernels import cross_compile, weight_only
+from optforge.kernels import compiler, cross_compile, weight_only
 from optforge.kernels.formats import OCP
 from optforge.kernels.launches import DECLARED, Product, declared
 
@@ -88,7 +88,7 @@ def test_what_is_declared_is_what_tritons_launcher_makes_of_a_launch(arch: str, 
     recorders = {name: Recorder() for name in weight_only.KERNELS}
     kernels = dict(weight_only.KERNELS)
     monkeypatch.setattr(weight_only, "KERNELS", recorders)
-    backend = make_backend(cross_compile.target(arch))
+    backend = make_backend(compiler.target(arch))
     binders = {name: create_function_from_signature(kernel.signature, kernel.params, backend) for name, kernel in kernels.items()}
     seen = set()
     for product in forms():
@@ -97,7 +97,7 @@ def test_what_is_declared_is_what_tritons_launcher_makes_of_a_launch(arch: str, 
         kernel, recorded = kernels[configuration.name], recorders[configuration.name]
         bound, specialization, options = binders[configuration.name](*recorded.args, **recorded.kwargs)
         _, signature, constants, attributes = kernel._pack_args(backend, dict(recorded.kwargs), bound, specialization, options)
-        ours = cross_compile.source(configuration, arch)
+        ours = compiler.source(configuration, arch)
         assert as_source(kernel, ours.signature, ours.constants, ours.attrs) == as_source(kernel, signature, constants, attributes), product
         assert options == dict(configuration.options), "options that the launch sets must be declared"
         seen.add(configuration.name)
@@ -142,7 +142,7 @@ def test_on_a_device_a_launch_compiles_what_is_declared_and_gets_what_was_foreto
         launch(product, "cuda")
         torch.cuda.synchronize()
         (compiled,) = asked
-        ours = cross_compile.source(configuration, arch)
+        ours = compiler.source(configuration, arch)
         real = as_source(kernel, compiled["signature"], compiled["constants"], compiled["configs"][0])
         assert as_source(kernel, ours.signature, ours.constants, ours.attrs) == real, product
         (built,) = kernel.device_caches[torch.cuda.current_device()][0].values()
