@@ -57,7 +57,11 @@ def cell(run: Run) -> Cell:
     try:
         return of_plan(make(run, executes=False))
     except UserError as error:
-        return Cell(status=REFUSED, reasons=tuple(f"{problem.where}: {problem.what}" for problem in error.problems))
+        return refused(error)
+
+
+def refused(error: UserError) -> Cell:
+    return Cell(status=REFUSED, reasons=tuple(f"{problem.where}: {problem.what}" for problem in error.problems))
 
 
 def of_plan(plan: Plan) -> Cell:

@@ -49,23 +49,23 @@ def missed(module: nn.Module, receipts: Sequence[Receipt], ignore: Sequence[str]
     spoken_for = {original_name(touched.name) for receipt in receipts for touched in receipt.touched}
     spoken_for |= set(select(module, ["re:.*"], ignore, step="quantize", strict=False).ignored)
     skipped = {name: why for receipt in receipts for name, why in receipt.skipped.items()}
-    found: dict[_Kind, list[Tensor]] = {}
+    found: dict[_Kind, list[tuple[str, Tensor]]] = {}
     for name, kind, parameter in _left(module, spoken_for):
         reason = _reason(name, kind, skipped)
         key = _Kind(_pattern(name), tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), reason)
-        found.setdefault(key, []).append(parameter)
+        found.setdefault(key, []).append((name, parameter))
     total = max(receipts[0].total_bytes, 1)
     rows = [
         Missed(
-            pattern=kind.pattern,
-            count=len(parameters),
+            pattern=kind.pattern if len(alike) > 1 else alike[0][0],
+            count=len(alike),
             shape=list(kind.shape),
             dtype=kind.dtype,
-            bytes=sum(map(nbytes, parameters)),
-            share=sum(map(nbytes, parameters)) / total,
+            bytes=sum(nbytes(parameter) for _, parameter in alike),
+            share=sum(nbytes(parameter) for _, parameter in alike) / total,
             reason=kind.reason,
         )
-        for kind, parameters in found.items()
+        for kind, alike in found.items()
     ]
     return sorted(rows, key=lambda row: -row.bytes)
 

@@ -45,7 +45,7 @@ class Missed:
     """Weights of one kind that a quantize step neither changed nor was told to ignore."""
 
     pattern: str
-    """Dotted name with each layer's number as `*`."""
+    """Dotted name; of several, with each layer's number as `*`."""
     count: int
     shape: list[int]
     dtype: str
@@ -109,6 +109,8 @@ class FitRow:
     """None where the memory of the device, or a part, is unknown."""
     spare_bytes: float | None = None
     """Memory of one device less `total_bytes`; below zero it is what is missing."""
+    at: str = ""
+    """Where in the pass the peak is, or why there are no bytes."""
 
 
 @dataclass(kw_only=True)
@@ -116,7 +118,7 @@ class Change:
     """A change of the run after which it fits."""
 
     override: str
-    """What to add to the command."""
+    """What to add to the command; not yet quoted for a shell."""
     what: str
     total_bytes: float | None = None
 
@@ -136,6 +138,8 @@ class Fit:
     """Why it is unknown whether it fits."""
     changes: list[Change] = field(default_factory=list)
     """Where it does not fit, the smallest first."""
+    degrees: list[FitRow] = field(default_factory=list)
+    """The last row over 1, 2, 4 and 8 devices, by tensor parallelism and by FSDP."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -146,13 +150,17 @@ class SpeedRow:
     name: str
     mode: str
     """`eager`, `compiled`, or `captured` (replayed from a captured graph)."""
+    devices: int = 1
     latency_ms: float | None = None
     low_ms: float | None = None
     high_ms: float | None = None
     ideal_ms: float | None = None
     """At the published peaks: no implementation is faster."""
+    partial: bool = False
+    """`latency_ms` is a lower bound, since the work of some operators is unknown."""
     tokens_per_s: float | None = None
     items_per_s: float | None = None
+    """Rates are of all devices together."""
     mfu: float | None = None
     mbu: float | None = None
     bound: str | None = None
@@ -227,6 +235,8 @@ class Speed:
     rows: list[SpeedRow] = field(default_factory=list)
     reference: str | None = None
     """The row that `vs_reference` compares with."""
+    passes: int = 1
+    """Passes of the model in one call (decode: one for each new token)."""
     top: list[Operator] = field(default_factory=list)
     calibration: Source | None = None
     band: Band | None = None
@@ -294,6 +304,8 @@ class Verdict:
     """The gain if both reach the same share of the peaks."""
     at_most: float | None = None
     """The gain if the recipe reached the peaks themselves."""
+    measured: str = ""
+    """What the same recipe and workload gained over the compiled baseline on devices of this family when they were measured."""
     fit: str = ""
     downgrade: str = ""
     quality: str = ""

@@ -27,12 +27,13 @@ def runs() -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
-def recorded(*, schemes: Sequence[str], recipe: str, model: str, device: str) -> list[Recorded]:
-    """The runs that say something of this plan, those of the same model first.
+def recorded(*, schemes: Sequence[str], recipe: str, model: str, device: str, backend: str = "") -> list[Recorded]:
+    """The runs that say something of this plan, those of the same model first, then those on the same device.
 
     Args:
         schemes: options, as they run on the target, that change the numbers: `quantize/fp8_weight`, `precision/bf16`.
-        recipe, model, device: names; a run of the same recipe on the same device is taken for its speed too.
+        recipe, model, device: names.
+        backend: the target's; a run of the same recipe on a device of that family is taken for its speed, whatever its quality.
     """
     found = [
         Recorded(
@@ -40,9 +41,13 @@ def recorded(*, schemes: Sequence[str], recipe: str, model: str, device: str) ->
             same_model=run["model"] == model,
         )
         for run in runs()
-        if run["scheme"] in schemes and (_has_quality(run) or (run["recipe"], run["device"]) == (recipe, device))
+        if run["scheme"] in schemes and (_has_quality(run) or (run["recipe"] == recipe and _backend(run) == backend))
     ]
     return sorted(found, key=lambda run: (not run.same_model, run.device != device))
+
+
+def _backend(run: Mapping[str, Any]) -> str:
+    return config.hardware(run["device"]).backend
 
 
 def _has_quality(run: Mapping[str, Any]) -> bool:
@@ -63,10 +68,9 @@ def quality(found: Sequence[Recorded], *, schemes: Sequence[str], model: str) ->
     return f"{_risk(_loss(worst) or 0.0)}: {_loss_text(worst)} for {where}{other}"
 
 
-def speed(found: Sequence[Recorded], *, recipe: str, device: str, workload: str) -> list[Recorded]:
-    """Recorded runs of this recipe and workload on this device that were timed."""
-    same = (recipe, device, workload)
-    return [run for run in found if run.speedup is not None and (run.recipe, run.device, run.workload) == same]
+def speed(found: Sequence[Recorded], *, recipe: str, workload: str) -> list[Recorded]:
+    """Recorded runs of this recipe and workload that were timed."""
+    return [run for run in found if run.speedup is not None and (run.recipe, run.workload) == (recipe, workload)]
 
 
 def _loss(run: Recorded) -> float | None:

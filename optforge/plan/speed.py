@@ -3,60 +3,48 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from optforge.plan import roofline
+from optforge.plan import roofline, sharding
 from optforge.plan.calibration import Calibration, calibration_for
-from optforge.plan.document import UNKNOWN, Band, Operator, Source, Speed, SpeedRow, UnknownOperator
+from optforge.plan.document import Band, Operator, Source, Speed, SpeedRow, UnknownOperator
 from optforge.plan.graph import PRODUCT, Graph
-from optforge.plan.make import Plan
+from optforge.plan.memory import Stage
 from optforge.plan.roofline import Prediction
-from optforge.plan.verdict import AS_LOADED, COMPILED_BASELINE, outcome
-from optforge.transforms.base import Phase
+from optforge.plan.verdict import AS_LOADED, COMPILED_BASELINE, outcome, ratio
+from optforge.spec import Hardware
 
-EAGER, COMPILED, CAPTURED = "eager", "compiled", "captured"
-CAPTURING = ("reduce_overhead", "max_autotune")
-"""Modes of the compile step that replay a captured graph, on devices that have them."""
-CAPTURES = ("nvidia", "amd")
-TOP = 10
+SAME = ("latency_ms", "low_ms", "high_ms", "ideal_ms", "mfu", "mbu", "bound", "kernels", "flops", "bytes", "partial", "reason")
+"""Figures that a row has from its prediction as they are."""
 
 
-def speed(plan: Plan) -> Speed:
-    """The rows of a plan, the costliest kernels of the whole recipe, and where the figures come from."""
-    found = calibration_for(plan.target)
-    predictions = list(_predictions(plan, found))
-    rows = [_row(name, mode, prediction) for name, mode, prediction in predictions]
+def speed(stages: Sequence[Stage], target: Hardware, workload: str) -> Speed:
+    """The rows of a plan, the costliest kernels of the whole recipe, and where the figures come from.
+
+    Args:
+        stages: from `stages.stages`.
+        workload: its kind, for the error band.
+    """
+    found = calibration_for(target)
+    predictions = [_predicted(stage, target, workload, found) for stage in stages]
+    rows = [_row(stage, prediction) for stage, prediction in zip(stages, predictions, strict=True)]
     reference = COMPILED_BASELINE if any(row.name == COMPILED_BASELINE for row in rows) else AS_LOADED
     _compare(rows, reference)
-    last = predictions[-1][2]
+    last = predictions[-1]
     return Speed(
         basis=last.basis,
         known=last.known,
         reason=last.reason,
         rows=rows,
         reference=reference,
-        top=[_operator(item) for item in last.top[:TOP]],
+        passes=stages[0].graph.passes,
+        top=[Operator(**{key: item[key] for key in Operator.__dataclass_fields__}) for item in last.top],
         calibration=None if found is None else Source(name=found.name, device=found.device, exact=found.exact, source=found.source),
-        band=_band(last.band),
-        unknown=_unknown(_graphs(plan)),
-        notes=list(dict.fromkeys(note for _, _, prediction in predictions for note in prediction.notes)),
+        band=None if last.band is None else Band(**{key: getattr(last.band, key) for key in Band.__dataclass_fields__}),
+        unknown=_unknown(stages[-1].graph),
+        notes=list(dict.fromkeys(note for prediction in predictions for note in prediction.notes)),
     )
-
-
-def _predictions(plan: Plan, found: Calibration | None) -> Iterator[tuple[str, str, Prediction]]:
-    """Name, mode and prediction of each row: as loaded, compiled, then each step that rewrites the model."""
-    mode, regions = _compiled(plan)
-
-    def predicted(graph: Graph, how: str) -> Prediction:
-        band = found.band(plan.run.workload.kind, product_dtype(graph)) if found is not None else None
-        return roofline.predict(graph, plan.target, mode=how, regions=regions, calibration=found, band=band)
-
-    yield AS_LOADED, EAGER, predicted(plan.graph, EAGER)
-    if mode != EAGER:
-        yield COMPILED_BASELINE, mode, predicted(plan.graph, mode)
-    for step in plan.rewrites:
-        yield step.name, mode, predicted(step.graph, mode)
 
 
 def product_dtype(graph: Graph) -> str:
@@ -68,68 +56,42 @@ def product_dtype(graph: Graph) -> str:
     return flops.most_common(1)[0][0] if flops else ""
 
 
-def _compiled(plan: Plan) -> tuple[str, list[str]]:
-    """How the recipe compiles, and the modules that are compiled, each by itself; the whole model has the name ''."""
-    if plan.compile is None:
-        return EAGER, [""]
-    chosen = getattr(plan.compile.step.transform, "mode", None)
-    captured = getattr(chosen, "name", "") in CAPTURING and plan.target.backend in CAPTURES
-    return (CAPTURED if captured else COMPILED), [touched.name for touched in plan.compile.receipt.touched]
-
-
-def _row(name: str, mode: str, prediction: Prediction) -> SpeedRow:
-    same = (
-        "latency_ms",
-        "low_ms",
-        "high_ms",
-        "ideal_ms",
-        "tokens_per_s",
-        "items_per_s",
-        "mfu",
-        "mbu",
-        "bound",
-        "kernels",
-        "flops",
-        "bytes",
+def _predicted(stage: Stage, target: Hardware, workload: str, found: Calibration | None) -> Prediction:
+    """One device's part, with what it sends. An error band belongs to one device: nobody measured sharded runs against it."""
+    alone = stage.mesh.devices == 1
+    return roofline.predict(
+        sharding.split(stage.graph, stage.mesh),
+        target,
+        mode=stage.mode,
+        regions=stage.regions,
+        collectives=sharding.collectives(stage.graph, stage.mesh),
+        calibration=found,
+        band=found.band(workload, product_dtype(stage.graph)) if found is not None and alone else None,
     )
-    return SpeedRow(name=name, mode=mode, reason=prediction.reason, **{key: getattr(prediction, key) for key in same})
+
+
+def _row(stage: Stage, found: Prediction) -> SpeedRow:
+    """The row; rates are of all devices together, since each copy of the model has a batch of its own."""
+    copies = stage.mesh.fsdp * stage.mesh.data
+    rates: dict[str, Any] = {
+        key: None if (rate := getattr(found, key)) is None else copies * rate for key in ("tokens_per_s", "items_per_s")
+    }
+    return SpeedRow(name=stage.name, mode=stage.mode, devices=stage.mesh.devices, **rates, **{key: getattr(found, key) for key in SAME})
 
 
 def _compare(rows: Sequence[SpeedRow], reference: str) -> None:
     """Fills the ratios and what they amount to."""
     base = next(row for row in rows if row.name == reference)
     for before, row in zip([None, *rows], rows, strict=False):
-        row.vs_previous = _ratio(before, row)
-        row.vs_reference = _ratio(base, row)
+        row.vs_previous = ratio(before, row)
+        row.vs_reference = ratio(base, row)
         if row is not base and row.name != AS_LOADED and row.vs_reference is not None:
-            found = outcome(row.vs_reference)
-            row.outcome = found if found != UNKNOWN else None
+            row.outcome = outcome(row.vs_reference)
 
 
-def _ratio(before: SpeedRow | None, after: SpeedRow) -> float | None:
-    return before.latency_ms / after.latency_ms if before is not None and before.latency_ms and after.latency_ms else None
-
-
-def _operator(item: dict[str, Any]) -> Operator:
-    return Operator(**{key: item[key] for key in Operator.__dataclass_fields__})
-
-
-def _band(found: Any) -> Band | None:
-    if found is None:
-        return None
-    return Band(**{key: getattr(found, key) for key in Band.__dataclass_fields__})
-
-
-def _graphs(plan: Plan) -> list[Graph]:
-    return [plan.graph, *(step.graph for step in plan.steps if step.phase is not Phase.COMPILE)]
-
-
-def _unknown(graphs: Sequence[Graph]) -> list[UnknownOperator]:
-    """Operators of the whole recipe, or of the baseline, whose work nobody can count, those of one name together."""
+def _unknown(graph: Graph) -> list[UnknownOperator]:
+    """Operators whose work nobody can count, those of one name together."""
     found: dict[tuple[str, str], list[str]] = {}
-    for graph in (graphs[-1], graphs[0]):
-        for operator in graph.unknown_operators():
-            found.setdefault((operator.name, operator.why), []).append(operator.module)
-        if found:
-            break
+    for operator in graph.unknown_operators():
+        found.setdefault((operator.name, operator.why), []).append(operator.module)
     return [UnknownOperator(name=name, why=why, module=modules[0], count=len(modules)) for (name, why), modules in found.items()]

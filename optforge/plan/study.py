@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from optforge.errors import UserError
 from optforge.kernels.formats import FORMATS
 from optforge.plan import kernels as of_target
-from optforge.plan import make, recorded, verdict
+from optforge.plan import make, memory, recorded, verdict
+from optforge.plan import xla as of_xla
 from optforge.plan.coverage import missed
 from optforge.plan.document import REFUSED, Kernels, Recorded, Refusal, Skipped, StepPlan, Study, Verdict
 from optforge.plan.kernels import GPUS
 from optforge.plan.make import Plan
 from optforge.plan.speed import speed
+from optforge.plan.stages import knobs, stages
 from optforge.progress import Progress, SilentProgress
 from optforge.spec import Hardware, Json, Run
 from optforge.transforms.base import Phase, Receipt
@@ -41,11 +43,17 @@ def study(plan: Plan, *, kernels: bool = True, xla: bool = True, progress: Progr
     found.steps = steps(plan)
     found.downgrades = list(plan.downgrades)
     found.warnings = list(plan.warnings)
+    rows = list(stages(plan))
+    with _timed(found, "memory"):
+        found.fit = memory.fit(rows, plan.target, knobs(plan))
     with _timed(found, "speed"):
-        found.speed = speed(plan)
+        found.speed = speed(rows, plan.target, plan.run.workload.kind)
     if kernels and plan.target.backend in GPUS:
         with _timed(found, "kernels"), told.stage(f"compile the kernels for {plan.target.arch}"):
             found.kernels = _kernels(plan, told)
+    if xla and plan.target.backend == of_xla.BACKEND:
+        with _timed(found, "xla"), told.stage(f"XLA compiles one pass for {plan.target.arch}"):
+            found.xla = of_xla.compile_for(plan)
     found.verdict = verdict.judge(found, goal=plan.run.recipe.goal, found=_recorded(found))
     return found
 
@@ -150,6 +158,7 @@ def _recorded(found: Study) -> Sequence[Recorded]:
         recipe=str(found.recipe["name"]),
         model=str(found.model["name"]),
         device=str(found.target["name"]),
+        backend=str(found.target["backend"]),
     )
 
 

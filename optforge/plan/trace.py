@@ -34,6 +34,9 @@ from optforge.workloads.train import Train
 
 log = logging.getLogger(__name__)
 
+NO_FAKE = "no fake impl registered"
+"""In PyTorch's words about an operator that says nothing of its outputs."""
+
 CONSTANT_ELEMENTS = 65536
 """Largest tensor of whole numbers that is computed for real."""
 
@@ -108,7 +111,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
             return found
         try:
             out = func(*args, **kwargs)
-        except NotImplementedError as error:
+        except (NotImplementedError, RuntimeError) as error:  # a RuntimeError: one made by `torch.library.custom_op`
+            if not isinstance(error, NotImplementedError) and NO_FAKE not in str(error):
+                raise
             return self._unknown(func, inputs, error)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if known:

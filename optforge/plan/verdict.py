@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from optforge import config
 from optforge.plan import recorded
-from optforge.plan.document import DOES_NOT_FIT, GAIN, NO_GAIN, REGRESSION, UNKNOWN, Fit, Recorded, SpeedRow, Study, Verdict
+from optforge.plan.document import DOES_NOT_FIT, GAIN, NO_GAIN, REGRESSION, UNKNOWN, Change, Fit, Recorded, SpeedRow, Study, Verdict
 from optforge.report import figures
 from optforge.spec import Downgrade
 
@@ -20,17 +21,23 @@ AS_LOADED, COMPILED_BASELINE = "as loaded", "compiled baseline"
 """Names of the rows of a plan that are no step."""
 
 
-def outcome(ratio: float | None) -> str:
-    """`gain`, `no_gain`, `regression` or `unknown` for a predicted ratio (above 1 is better)."""
-    if ratio is None:
+def outcome(value: float | None) -> str:
+    """`gain`, `no_gain`, `regression` or `unknown` for a ratio (above 1 is better)."""
+    if value is None:
         return UNKNOWN
-    return GAIN if ratio > BETTER else REGRESSION if ratio < WORSE else NO_GAIN
+    return GAIN if value > BETTER else REGRESSION if value < WORSE else NO_GAIN
 
 
-def times(ratio: float, better: str = "faster", worse: str = "slower", band: str = "") -> str:
+def ratio(before: SpeedRow | None, after: SpeedRow | None) -> float | None:
+    """How many times faster: by the rates of all devices, and so by latency where there is one; None where either is unknown."""
+    first, second = (None if row is None else row.tokens_per_s or row.items_per_s for row in (before, after))
+    return second / first if first and second else None
+
+
+def times(value: float, better: str = "faster", worse: str = "slower", band: str = "") -> str:
     """`1.72 times (1.5 to 2.0): faster`, `0.50 times: slower`, `1.00 times: no gain`."""
-    word = {GAIN: better, REGRESSION: worse}.get(outcome(ratio), "no gain")
-    return f"{ratio:.2f} times{band}: {word}"
+    word = {GAIN: better, REGRESSION: worse}.get(outcome(value), "no gain")
+    return f"{value:.2f} times{band}: {word}"
 
 
 def judge(study: Study, *, goal: str, found: Sequence[Recorded]) -> Verdict:
@@ -66,19 +73,23 @@ def changing(study: Study) -> list[str]:
 def _of_time(verdict: Verdict, study: Study) -> None:
     """Gain in time over the reference, with its band and its bound."""
     reference, last = _ends(study)
-    if study.speed is None or reference is None or last is None or last.latency_ms is None or reference.latency_ms is None:
+    verdict.gain = ratio(reference, last)
+    if reference is None or last is None or verdict.gain is None:
         reason = study.speed.reason if study.speed is not None and study.speed.reason else "no time could be predicted"
         verdict.sentence = f"gain unknown: {reason}"
         return
     if last is reference:
-        verdict.outcome, verdict.gain = NO_GAIN, 1.0
+        verdict.outcome = NO_GAIN
         verdict.sentence = "the recipe changes nothing that the plan can time"
         return
-    verdict.gain = reference.latency_ms / last.latency_ms
     verdict.outcome = outcome(verdict.gain)
-    if reference.low_ms and reference.high_ms and last.low_ms and last.high_ms:
+    if reference.low_ms and reference.high_ms and last.low_ms and last.high_ms and last.devices == 1:
         verdict.gain_low, verdict.gain_high = reference.low_ms / last.high_ms, reference.high_ms / last.low_ms
-    verdict.sentence = f"expected {times(verdict.gain, band=_range(verdict))}, against the {reference.name}"
+    on = f" on {last.devices} devices" if last.devices > 1 else ""
+    word = "expected" if study.speed is not None and study.speed.calibration is not None else "at the published peaks alone"
+    verdict.sentence = f"{word} {times(verdict.gain, band=_range(verdict))}{on}, against the {reference.name}"
+    if last.partial or reference.partial:
+        verdict.sentence += ", without the operators whose work is unknown"
     verdict.bound = _bound(verdict, reference, last)
 
 
@@ -100,12 +111,12 @@ def _bound(verdict: Verdict, reference: SpeedRow, last: SpeedRow) -> str:
     if not last.bound:
         return ""
     words = f"{last.bound} bound"
-    if not (last.ideal_ms and reference.ideal_ms and reference.latency_ms):
+    if not (last.ideal_ms and reference.ideal_ms and last.latency_ms and reference.latency_ms and verdict.gain):
         return words
-    if last.latency_ms is not None and last.latency_ms < last.ideal_ms:
+    if last.latency_ms < last.ideal_ms or reference.latency_ms < reference.ideal_ms:
         return f"{words}; caches serve part of what the roofline takes from memory"
-    verdict.at_equal_efficiency = reference.ideal_ms / last.ideal_ms
-    verdict.at_most = reference.latency_ms / last.ideal_ms
+    verdict.at_most = verdict.gain * last.latency_ms / last.ideal_ms
+    verdict.at_equal_efficiency = verdict.at_most * reference.ideal_ms / reference.latency_ms
     return f"{words}: {verdict.at_equal_efficiency:.2g} times at equal efficiency, at most {verdict.at_most:.2g} times at the peaks"
 
 
@@ -133,22 +144,17 @@ def _bytes(study: Study, goal: str) -> tuple[float | None, float | None]:
 
 
 def _time_too(study: Study) -> str:
-    reference, last = _ends(study)
-    if reference is None or last is None or not reference.latency_ms or not last.latency_ms:
-        return "; time unknown"
-    return f"; in time {times(reference.latency_ms / last.latency_ms)}"
+    found = ratio(*_ends(study))
+    return "; time unknown" if found is None else f"; in time {times(found)}"
 
 
 def _measured(verdict: Verdict, study: Study, found: Sequence[Recorded]) -> None:
-    """Adds what the same recipe did on the same device when it was measured, a regression above all."""
-    names = {
-        name: str(part.get("name")) for name, part in (("recipe", study.recipe), ("device", study.target), ("workload", study.workload))
-    }
-    timed = recorded.speed(found, **names)
-    if timed:
-        listed = ", ".join(f"{times(run.speedup or 0.0)} on {run.model} ({run.date})" for run in timed)
-        verdict.sentence += f"; measured there before: {listed}"
-    own = [run for run in timed if run.same_model]
+    """What the same recipe did with the same workload when it was measured; a regression of this model on this device is one."""
+    device, backend = study.target.get("name"), study.target.get("backend")
+    timed = recorded.speed(found, recipe=str(study.recipe.get("name")), workload=str(study.workload.get("name")))
+    near = [run for run in timed if config.hardware(run.device).backend == backend]
+    verdict.measured = ", ".join(f"{times(run.speedup or 0.0)} for {run.model} on {run.device} ({run.date})" for run in near)
+    own = [run for run in near if run.same_model and run.device == device]
     if any(outcome(run.speedup) == REGRESSION for run in own) and verdict.outcome != DOES_NOT_FIT:
         verdict.outcome = REGRESSION
 
@@ -184,23 +190,46 @@ def _downgrades(downgrades: Sequence[Downgrade]) -> Iterator[str]:
 
 
 def _next(verdict: Verdict, study: Study) -> None:
-    words = run_words(study.command)
-    fit = study.fit
+    """The command: what was asked for, changed where it does not fit; a plan where the run is of a kind that cannot be executed."""
+    words, fit = run_words(study.command), study.fit
+    only_planned = _only_planned(study)
     if fit is not None and fit.fits is False:
-        if not fit.changes:
+        change = next((one for one in fit.changes if not _shards(study, one)), next(iter(fit.changes), None))
+        if change is None:
             verdict.why = "it does not fit, and no single change makes it fit: a smaller model, or hardware with more memory"
-        else:
-            words, verdict.why = with_overrides(words, fit.changes[0].override), f"changed so that it fits: {fit.changes[0].what}"
+            return
+        words, verdict.why = with_override(words, change.override), f"changed so that it fits: {change.what}"
+        only_planned = only_planned or (SHARDED if _shards(study, change) else "")
     elif fit is not None and fit.memory_bytes is None:
         verdict.why = f"to be told whether it fits, add hardware.memory_bytes=<bytes of one {study.target.get('name')}>"
-    verdict.command = shlex.join(words) if not (verdict.outcome == DOES_NOT_FIT and fit is not None and not fit.changes) else ""
+    if only_planned:
+        verdict.why = f"{verdict.why}; {only_planned}" if verdict.why else only_planned
+        words[1] = "plan"
+    if not only_planned or words != shlex.split(study.command):
+        verdict.command = shlex.join(words)
     for item in study.downgrades:
         if better := _better(item):
-            verdict.instead = shlex.join(with_overrides(words, f"steps.{item.step}.use={better}"))
+            verdict.instead = shlex.join(with_override(words, f"steps.{item.step}.use={better}"))
             model = str(study.model.get("name"))
             known = recorded.recorded(schemes=[better], recipe="", model=model, device=str(study.target.get("name")))
             verdict.instead_quality = recorded.quality(known, schemes=[better], model=model)
             return
+
+
+SHARDED = "runs over several devices can be planned, and not executed yet"
+TRAINS = "training can be planned, and not executed yet"
+
+
+def _only_planned(study: Study) -> str:
+    """Why `optforge run` would refuse what was asked for; empty where it would not."""
+    if study.workload.get("kind") == "train":
+        return TRAINS
+    return SHARDED if any(step.use.startswith("shard/") for step in study.steps) else ""
+
+
+def _shards(study: Study, change: Change) -> bool:
+    sharding = {f"{step.name}.{degree}" for step in study.steps if step.use.startswith("shard/") for degree in ("tensor", "fsdp", "data")}
+    return "use: shard/" in change.override or _key(change.override) in sharding
 
 
 def _better(item: Downgrade) -> str | None:
@@ -222,12 +251,18 @@ def run_words(command: str) -> list[str]:
     return ["optforge", "run", *words[2:]]
 
 
-def with_overrides(words: Sequence[str], overrides: str) -> list[str]:
-    """`words` with the overrides of one text, each in place of what the command says for its key."""
-    added = shlex.split(overrides)
-    keys = {_key(word) for word in added if "=" in word and not word.startswith("--")}
-    return [word for word in words if "=" not in word or _key(word) not in keys] + added
+def with_override(words: Sequence[str], override: str) -> list[str]:
+    """`words` with one override more, in place of what they say for its key."""
+    key, kept = _key(override), list[str]()
+    for before, word in zip(["", *words], words, strict=False):
+        if "=" in word and _key(word) == key:
+            if before == "--set":
+                kept.pop()
+            continue
+        kept.append(word)
+    return [*kept, override]
 
 
 def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].removeprefix("recipe.")
+    """The key of an override however it is written: `steps.weights.use`, `recipe.steps.weights.use`, `--set weights.use`."""
+    return word.lstrip("+~").partition("=")[0].removeprefix("recipe.").removeprefix("steps.")

@@ -26,7 +26,8 @@ def _study(study: Study, level: str) -> list[str]:
     parts = [f"{level} Verdict: {view.OUTCOMES[study.verdict.outcome]}", _lines(view.verdict_lines(study)), _next(study)]
     parts += [f"{level} Steps, in the order in which they run", _table(view.step_table(study)), _lines(view.step_lines(study))]
     if study.fit is not None:
-        parts += [f"{level} Memory, {study.fit.label}", _table(view.fit_table(study.fit)), _lines(view.fit_lines(study.fit))]
+        parts += [f"{level} Memory, {study.fit.label}", _table(view.fit_table(study.fit))]
+        parts += [_table(view.degree_table(study.fit)), _lines(view.fit_lines(study.fit))]
     if study.speed is not None:
         parts += [f"{level} Speed, {study.speed.label} for {escaped(study.target.get('name'))}", _table(view.speed_table(study.speed))]
         if study.speed.top:
@@ -36,7 +37,7 @@ def _study(study: Study, level: str) -> list[str]:
         parts += [f"{level} Kernels, compiled for {escaped(study.target.get('arch'))}"]
         parts += [_table(view.kernel_table(study.kernels)), _lines(view.kernel_lines(study.kernels))]
     if study.xla is not None:
-        parts += [f"{level} The program, {study.xla.label}", _lines(view.xla_lines(study.xla))]
+        parts += [f"{level} The program of one pass, {study.xla.label}", _table(view.xla_table(study)), _lines(view.xla_lines(study.xla))]
     return parts
 
 

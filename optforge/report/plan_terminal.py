@@ -42,8 +42,10 @@ def _one(study: Study, console: Console) -> None:
     _table(console, view.step_table(study))
     _lines(console, view.step_lines(study))
     if study.fit is not None:
-        _head(console, f"2 Memory, on each of {study.fit.devices} devices" if study.fit.devices > 1 else "2 Memory, on one device")
+        _head(console, f"2 Memory, predicted for each of {study.fit.devices} devices" if study.fit.devices > 1 else "2 Memory, predicted for one device")
         _table(console, view.fit_table(study.fit))
+        if study.fit.fits is False:
+            _table(console, view.degree_table(study.fit))
         _lines(console, view.fit_lines(study.fit))
     if study.speed is not None:
         _head(console, f"3 Speed, predicted for {study.target.get('name')}")
@@ -57,7 +59,8 @@ def _one(study: Study, console: Console) -> None:
         _table(console, view.kernel_table(study.kernels))
         _lines(console, view.kernel_lines(study.kernels))
     if study.xla is not None:
-        _head(console, f"4 The program, {study.xla.label} for {study.target.get('arch')}")
+        _head(console, f"4 The program of one pass, compiled here by XLA for {study.target.get('arch')}")
+        _table(console, view.xla_table(study))
         _lines(console, view.xla_lines(study.xla))
     colour = COLOURS[study.verdict.outcome]
     _say(console, f"\n[bold]5 Verdict: [{colour}]{view.OUTCOMES[study.verdict.outcome]}[/][/bold]")

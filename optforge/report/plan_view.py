@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ OUTCOMES = {
 PARTS = ("weights", "kv_cache", "activations", "gradients", "optimizer", "workspace", "runtime")
 BAD_KERNELS = ("refused", "over_shared_memory")
 """Statuses of kernels that cannot run on the target."""
+XLA_FIGURES = ("device", "argument_bytes", "temporary_bytes", "in_place_bytes", "program_bytes", "compile_seconds")
 SHOWN_SHARE = 0.01
 """Missed weights below this share of all bytes are in plan.json only."""
 
@@ -133,6 +135,18 @@ def fit_table(fit: Fit) -> Table:
     return Table(head=head, rows=rows, left=frozenset({"after", "fits"}), wide=frozenset(head[2:-2]) - {"KV cache"}, marks=marks)
 
 
+def degree_table(fit: Fit) -> Table:
+    """The whole recipe over more devices: what each of them holds."""
+    rows = [
+        [row.name, str(row.devices), figures.nbytes(row.total_bytes), fits(row) if row.total_bytes is not None else row.at]
+        for row in fit.degrees
+    ]
+    marks = {
+        (index, "fits"): {True: "gain", False: "regression"}[row.fits] for index, row in enumerate(fit.degrees) if row.fits is not None
+    }
+    return Table(head=("sharded", "devices", "on each", "fits"), rows=rows, left=frozenset({"sharded", "fits"}), marks=marks)
+
+
 def fits(row: FitRow) -> str:
     if row.fits is None:
         return figures.NONE
@@ -143,9 +157,11 @@ def fits(row: FitRow) -> str:
 def fit_lines(fit: Fit) -> Iterator[Line]:
     if fit.reason:
         yield "unknown", fit.reason
+    if fit.rows and fit.rows[-1].at:
+        yield "fullest", f"in {fit.rows[-1].at}"
     for change in fit.changes:
-        total = f": then {figures.nbytes(change.total_bytes)}" if change.total_bytes is not None else ""
-        yield "to fit", f"{change.what}{total} ({change.override})"
+        total = f", then {figures.nbytes(change.total_bytes)}" if change.total_bytes is not None else ""
+        yield "to fit", f"{change.what}{total}: {shlex.quote(change.override)}"
     for note in fit.notes:
         yield "note", note
 
@@ -274,11 +290,32 @@ def kernel_lines(kernels: Kernels) -> Iterator[Line]:
         yield "note", note
 
 
+def xla_table(study: Study) -> Table:
+    """XLA's figures of one pass beside the roofline's of the whole recipe."""
+    assert study.xla is not None
+    own = study.xla.figures
+    row = study.speed.rows[-1] if study.speed is not None and study.speed.rows else SpeedRow(name="", mode="")
+    passes = study.speed.passes if study.speed is not None else 1
+    total = study.fit.rows[-1].total_bytes if study.fit is not None and study.fit.rows else None
+    per_pass = {
+        key: None if (value := getattr(row, key)) is None else value / passes for key in ("latency_ms", "ideal_ms", "flops", "bytes")
+    }
+    rows = [
+        ["time, no instruction waiting", figures.milliseconds(per_pass["ideal_ms"]), figures.milliseconds(own.get("optimal_ms"))],
+        ["time, expected", figures.milliseconds(per_pass["latency_ms"]), figures.NONE],
+        ["arithmetic", figures.named("flops", per_pass["flops"]), figures.named("flops", own.get("flops"))],
+        ["bytes moved", figures.nbytes(per_pass["bytes"]), figures.nbytes(own.get("accessed_bytes"))],
+        ["memory", figures.nbytes(total), figures.nbytes(own.get("peak_bytes"))],
+    ]
+    return Table(head=("one pass", "roofline, predicted", study.xla.label), rows=rows, left=frozenset({"one pass"}))
+
+
 def xla_lines(xla: Xla) -> Iterator[Line]:
     if xla.reason:
         yield "unknown", xla.reason
-    for name, value in xla.figures.items():
-        yield name.replace("_", " "), figures.named(name, value)
+    for name in XLA_FIGURES:
+        if xla.figures.get(name) is not None:
+            yield name.replace("_", " "), figures.named(name, xla.figures[name])
     for note in xla.notes:
         yield "note", note
 
@@ -293,6 +330,8 @@ def verdict_lines(study: Study) -> Iterator[Line]:
     yield "gain", verdict.sentence
     if verdict.bound:
         yield "bound", verdict.bound
+    if verdict.measured:
+        yield "measured", f"before, with this recipe and workload: {verdict.measured}"
     yield "downgraded", verdict.downgrade or "nothing: every step runs as written"
     yield "quality", verdict.quality
     missed = sum(row.share for step in study.steps for row in step.missed if row.reason != LOOKED_UP)

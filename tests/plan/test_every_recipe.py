@@ -1,47 +1,51 @@
-"""Every shipped recipe plans on every hardware profile, on a machine that has none of them."""
+"""Every shipped recipe is studied on every hardware profile, on a machine that has none of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
 import pytest
+from catalogue import HARDWARE, RECIPES, planned
 
-from optforge import config, engine
-
-RECIPES = [option.name for option in config.options("recipe")]
-HARDWARE = [option.name for option in config.options("hardware")]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder of two layers, its config only: a plan reads no weights."""
-    from transformers import LlamaConfig
-
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
-    return folder
+from optforge.errors import UserError
+from optforge.plan.document import PlanFile
+from optforge.plan.study import study
+from optforge.report import plan_markdown, schema
 
 
 @pytest.mark.parametrize("hardware", HARDWARE)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_plans_on_every_profile(recipe: str, hardware: str, checkpoint: Path, tmp_path: Path) -> None:
-    model = ["model=fashion_cnn"] if recipe.startswith("vision") else ["model=hf", f"model.path={checkpoint}", "data=random_tokens"]
-    arguments = config.parse([f"recipe={recipe}", f"hardware={hardware}", *model], cwd=tmp_path)
-    plan = engine.plan(config.compose(arguments, cwd=tmp_path))
+def test_every_recipe_is_studied_on_every_profile(recipe: str, hardware: str) -> None:
+    plan = planned(recipe, hardware)
+    assert not isinstance(plan, UserError), plan
     assert [step.name for step in plan.steps] == [step.name for step in plan.run.recipe.steps]
     assert all(step.receipt.touched for step in plan.steps)
-    predicted = plan.predicted()
-    assert predicted["label"] == "predicted"
+    found = study(plan, kernels=False, xla=False)
+    assert found.speed is not None and found.fit is not None
+    assert found.speed.label == found.fit.label == "predicted"
     if plan.target.peak_flops:
-        assert predicted["optimized"]["latency_ms"] > 0
+        assert all(row.latency_ms is not None and row.latency_ms > 0 for row in found.speed.rows)
+        assert found.verdict.gain is not None
+    if plan.target.memory_bytes:
+        assert found.fit.fits is True, "two layers fit everywhere"
+    else:
+        assert found.fit.fits is None and "memory_bytes" in found.verdict.fit
     for downgrade in plan.downgrades:
         assert plan.target.name in downgrade.reason
         assert bool(downgrade.alternatives) == downgrade.requested.startswith("quantize/")
+    document = json.loads(json.dumps(PlanFile(plans=[found]).describe(), allow_nan=False))
+    jsonschema.validate(document, schema.plan_schema())
+    assert all(math.isfinite(figure) for figure in _figures(document))
+    assert found.verdict.sentence in plan_markdown.render(PlanFile(plans=[found])).replace("\\", "")
+
+
+def _figures(node: Any) -> Iterator[float]:
+    if isinstance(node, float):
+        yield node
+    elif isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _figures(child)

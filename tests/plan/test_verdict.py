@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optforge.plan import recorded, verdict
-from optforge.plan.document import Change, Fit, FitRow, Recorded, Speed, SpeedRow, StepPlan, Study
+from optforge.plan.document import Change, Fit, FitRow, Recorded, Source, Speed, SpeedRow, StepPlan, Study
 from optforge.report import plan_view as view
 from optforge.spec import Downgrade
 
@@ -26,13 +26,13 @@ def planned(
 ) -> Study:
     """A study of one quantize step; bands of a tenth on either side, ideals of half the time."""
     rows = [
-        SpeedRow(name="as loaded", mode="eager", latency_ms=before and 2 * before),
+        SpeedRow(name="as loaded", mode="eager", **_times(before and 2 * before)),
         SpeedRow(name="compiled baseline", mode="compiled", **_times(before)),
         SpeedRow(name="weights", mode="compiled", bound="memory", **_times(after)),
     ]
     return Study(
         recipe={"name": "llama_fp8"},
-        target={"name": "h100"},
+        target={"name": "h100", "backend": "nvidia"},
         model={"name": "llama3_8b"},
         workload={"name": "decode"},
         weight_bytes=160,
@@ -46,7 +46,13 @@ def planned(
 def _times(latency: float | None) -> dict[str, Any]:
     if latency is None:
         return {}
-    return {"latency_ms": latency, "low_ms": 0.9 * latency, "high_ms": 1.1 * latency, "ideal_ms": 0.5 * latency}
+    return {
+        "latency_ms": latency,
+        "tokens_per_s": 1e3 / latency,
+        "low_ms": 0.9 * latency,
+        "high_ms": 1.1 * latency,
+        "ideal_ms": 0.5 * latency,
+    }
 
 
 def fit(total: float, memory: float | None, *changes: Change) -> Fit:
@@ -67,7 +73,7 @@ def test_a_gain_carries_its_band_and_its_bound() -> None:
     """By hand: 10 / 5 = 2; 9 / 5.5 = 1.64 and 11 / 4.5 = 2.44; ideals 5 / 2.5 = 2; 10 / 2.5 = 4."""
     said = judged(planned()).verdict
     assert (said.outcome, said.gain) == ("gain", 2.0)
-    assert said.sentence == "expected 2.00 times (1.64 to 2.44): faster, against the compiled baseline"
+    assert said.sentence == "at the published peaks alone 2.00 times (1.64 to 2.44): faster, against the compiled baseline"
     assert said.bound == "memory bound: 2 times at equal efficiency, at most 4 times at the peaks"
     assert said.command == "optforge run recipe=llama_fp8 hardware=h100"
 
@@ -86,11 +92,18 @@ def test_b45_a_predicted_slow_down_is_a_regression_in_the_table_and_in_the_verdi
 @pytest.mark.case("B45")
 def test_b45_a_recipe_that_was_measured_slower_on_this_device_is_no_gain_whatever_the_roofline_says() -> None:
     study = planned()
-    study.target, study.model, study.workload = {"name": "h200"}, {"name": "smollm2_135m"}, {"name": "prefill"}
-    found = recorded.recorded(schemes=["quantize/fp8_dynamic"], recipe="llama_fp8", model="smollm2_135m", device="h200")
+    study.target, study.model, study.workload = {"name": "h200", "backend": "nvidia"}, {"name": "smollm2_135m"}, {"name": "prefill"}
+    found = recorded.recorded(schemes=["quantize/fp8_dynamic"], recipe="llama_fp8", model="smollm2_135m", device="h200", backend="nvidia")
     judged(study, found=tuple(found))
     assert study.verdict.outcome == "regression"
-    assert "measured there before: 0.93 times: slower on smollm2_135m" in study.verdict.sentence
+    assert study.verdict.measured.startswith("0.93 times: slower for smollm2_135m on h200 (2026-11-30)")
+    assert "1.47 times: faster for llama3_8b on h200" in study.verdict.measured
+
+
+def test_only_a_calibrated_prediction_is_called_expected() -> None:
+    study = planned()
+    study.speed.calibration = Source(name="h200", device="NVIDIA H200", exact=False, source="a file")
+    assert judged(study).verdict.sentence.startswith("expected 2.00 times")
 
 
 def test_a_memory_recipe_says_what_it_costs_in_time() -> None:
@@ -110,8 +123,18 @@ def test_an_unknown_time_is_not_guessed() -> None:
     ("asked", "change", "command"),
     [
         ("workload.batch_size=64", "workload.batch_size=8", "optforge run recipe=a hardware=h100 workload.batch_size=8"),
+        (
+            "--set weights.use=quantize/int8_weight",
+            "steps.weights.use=quantize/int4_weight",
+            "optforge run recipe=a hardware=h100 steps.weights.use=quantize/int4_weight",
+        ),
+        (
+            "seed=1",
+            "steps.shard={use: shard/tensor, tensor: 2}",
+            "optforge plan recipe=a hardware=h100 seed=1 'steps.shard={use: shard/tensor, tensor: 2}'",
+        ),
         ("workload=decode", "hardware=h200", "optforge run recipe=a workload=decode hardware=h200"),
-        ("'~steps.x'", "steps.shard.tp=2", "optforge run recipe=a hardware=h100 '~steps.x' steps.shard.tp=2"),
+        ("'~steps.y'", "steps.x.tensor=2", "optforge run recipe=a hardware=h100 '~steps.y' steps.x.tensor=2"),
     ],
 )
 def test_what_does_not_fit_is_run_with_the_smallest_change(asked: str, change: str, command: str) -> None:
@@ -121,6 +144,21 @@ def test_what_does_not_fit_is_run_with_the_smallest_change(asked: str, change: s
     said = judged(study).verdict
     assert (said.outcome, said.command) == ("does_not_fit", command)
     assert said.fit == "no: 80.0 B of 40.0 B per device, 40.0 B too much; smallest change: it"
+
+
+def test_a_change_that_can_be_executed_comes_before_one_that_can_only_be_planned() -> None:
+    shard = Change(override="steps.shard={use: shard/tensor, tensor: 2}", what="2 devices")
+    bits = Change(override="steps.weights.use=quantize/int4_weight", what="weights as int4_weight")
+    said = judged(planned(fit=fit(80.0, 40.0, shard, bits))).verdict
+    assert said.command == "optforge run recipe=llama_fp8 hardware=h100 steps.weights.use=quantize/int4_weight"
+    assert "smallest change: 2 devices" in said.fit
+
+
+def test_what_can_only_be_planned_has_no_command_that_run_would_refuse() -> None:
+    study = planned()
+    study.steps.append(StepPlan(name="shard", use="shard/tensor", requested="shard/tensor", phase="shard"))
+    said = judged(study).verdict
+    assert said.command == "" and "not executed yet" in said.why
 
 
 def test_what_cannot_be_made_to_fit_has_no_command_that_would_fail() -> None:
