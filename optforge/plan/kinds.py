@@ -191,10 +191,12 @@ def _classified(
 
 
 def _detail(func: Any, args: tuple[Any, ...]) -> str:
-    """Which optional arguments an operator of this package got: `zero`, `bias`, `group=64`."""
+    """Which optional arguments an operator of this package got: `per_tensor` (one scale in all), `zero`, `bias`, `group=64`."""
     said = []
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name.startswith("zero") and value is not None:
+        if argument.name == "scale" and value.numel() == 1:
+            said.append("per_tensor")
+        elif argument.name.startswith("zero") and value is not None:
             said.append("zero")
         elif argument.name == "bias" and value is not None:
             said.append("bias")
