@@ -1,9 +1,9 @@
 """Compiles a few whole programs for TPUs, on a machine without one, and writes XLA's figures beside the plan's roofline.
 
-    python benchmarks/tpu_programs.py [--only tpu_v6e] [--out FILE]
+    python benchmarks/tpu_programs.py [--only 'tpu_v6e llama3_8b'] [--out FILE]
 
 Every figure is a prediction: of XLA (`optimal_seconds`, its own lower bound) or of the plan. Nothing is measured but how long the
-compile took here. Cases run one after another, and the result is written after each.
+compile took here. Cases run one after another; the result is written after each, and cases that were not chosen keep their rows.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only cases whose name holds this")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = []
+    rows = {row["name"]: row for row in json.loads(chosen.out.read_text())["rows"]} if chosen.out.exists() else {}
     for case in CASES:
         name = " ".join((*case[:3], case[3][0].removeprefix("workload=")))
         if chosen.only not in name:
             continue
-        rows.append({"name": name, **_row(*case)})
-        print(_line(rows[-1]), flush=True)
+        rows[name] = {"name": name, "date": date.today().isoformat(), **_row(*case)}
+        print(_line(rows[name]), flush=True)
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"date": date.today().isoformat(), "machine": f"{platform.machine()}, no TPU", "label": "predicted", "rows": rows}
+        result = {"machine": f"{platform.machine()}, no TPU", "label": "predicted", "rows": list(rows.values())}
         write_bytes(chosen.out, json.dumps(result, indent=1).encode())
     return 0
 

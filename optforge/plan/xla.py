@@ -72,9 +72,11 @@ def compile_for(plan: Plan, *, timeout_s: float = TIMEOUT_S) -> Xla:
     steps = tuple((planned.step.transform, planned.receipt) for planned in plan.rewrites)
     request = Request(model=source.model.source, workload=source.workload.source, data=source.data.source, steps=steps, topology=topology)
     try:
-        compiled: Compiled = isolate.call(ENTRY, request, timeout_s=timeout_s)
+        pickle.dumps(request)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         return Xla(reason=f"this model cannot be handed to another process: {error}")
+    try:
+        compiled: Compiled = isolate.call(ENTRY, request, timeout_s=timeout_s)
     except ChildFailed as error:
         log.info("the compile for %s ended early: %s\n%s\n%s", plan.target.name, error, error.traceback, error.output)
         return Xla(reason=f"the compile ended early: {_line(str(error).removeprefix(f'{ENTRY}: '))}")
