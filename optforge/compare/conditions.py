@@ -20,8 +20,8 @@ SOFTWARE = ("driver", "cuda", "hip", "cudnn", "compiler", "jax", "jaxlib", "libt
 MEASURE = ("warmup", "min_rounds", "max_s", "steady", "batch_ms", "budget_s")
 QUALITY = ("enabled", "tokens", "window", "items", "metric")
 UNKNOWN, NONE = "not recorded", "none"
-EVALUATED = "evaluated on"
-"""Empty for a run that measured no quality, such as a baseline: then there is nothing that could differ."""
+EVALUATED, THREADS = "evaluated on", "threads"
+"""Conditions that some runs do not have at all: one that measured no quality, one that did not run on a CPU."""
 DIGEST = 12
 """Characters of a digest that are shown and compared."""
 NAMED = 2
@@ -39,7 +39,7 @@ def conditions(report: Report) -> Conditions:
         "device": _joined({"name": report.device.get("name"), **_picked(facts, DEVICE), "cores": environment.get("cores")}),
         "versions": _joined({name: version or NONE for name, version in _picked(_mapping(environment.get("versions")), PACKAGES).items()}),
         "device software": _joined(_picked(facts, SOFTWARE)),
-        "threads": _joined(_picked(facts, ("threads",))),
+        THREADS: _joined(_picked(facts, ("threads",))),
         "model": _model(report),
         "data": _joined(report.data),
         "workload": _joined(report.workload),
@@ -109,8 +109,8 @@ def unrecorded(named: Mapping[str, Conditions]) -> list[str]:
     """Conditions that some runs record and others do not, as sentences."""
     found = []
     for condition in next(iter(named.values()), {}):
-        missing = [name for name, own in named.items() if own[condition] == UNKNOWN and condition != EVALUATED]
-        if missing and len(missing) < len(named):
+        missing = [name for name, own in named.items() if own[condition] == UNKNOWN]
+        if condition not in (EVALUATED, THREADS) and 0 < len(missing) < len(named):
             found.append(f"{condition} is not recorded in {_runs(missing)}; taken as the same as in the other runs")
     return found
 
