@@ -14,7 +14,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from optforge.plan.graph import BACKWARD, EMBEDDING, FORWARD, FUSIBLE, REDUCTION, UPDATE, Access, Graph, Kernel, Operator
+from optforge.plan.flow import Flow, elements, is_pure
+from optforge.plan.graph import BACKWARD, FORWARD, FUSIBLE, POINTWISE, REDUCTION, UPDATE, Access, Graph, Kernel, Operator
 
 WINDOW = 512
 """Operators back to which a merge is looked for. A compiler's own window is of that size, and memory stays small."""
@@ -23,16 +24,8 @@ LARGEST_ROW = 1 << 15
 """Elements that one group of threads reduces and then goes over again. Inductor splits longer rows into two kernels, and then
 what follows the reduction starts anew."""
 
-SHARED_BYTES = 10
-"""Bytes that two kernels without a value between them must both read to be merged: Inductor's `score_fusion_memory_threshold`."""
-
 PARTS = 2
 """Readers of parts of a value up to which each works its own part out anew."""
-
-PERSISTENT = ("parameter", "buffer", "input", "cache", "gradient")
-"""Roles of values that outlive the kernel that writes them."""
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "uint8": 1, "bool": 1, "int32": 4, "int64": 8, "float64": 8}
 
 EAGER = None
 """The region of an operator that no compiler sees."""
@@ -82,23 +75,18 @@ def _without_repetition(graph: Graph, regions: Sequence[str]) -> Graph:
     counts: Counter[Hashable] = Counter()
     kept: list[Operator] = []
     for operator in graph.operators:
-        reads = tuple(replace(access, key=same.get(access.key, access.key)) for access in operator.reads)
+        renamed = any(access.key in same for access in operator.reads)
+        reads = tuple(replace(access, key=same.get(access.key, access.key)) for access in operator.reads) if renamed else operator.reads
         region = region_of(operator.module, operator.phase, regions)
-        if operator.kind in FUSIBLE and region is not EAGER and _is_pure(graph, operator):
+        if operator.kind in FUSIBLE and region is not EAGER and is_pure(graph, operator):
             what = (region, operator.name, operator.dtype, operator.size, reads)
             counts[what, operator.module] += 1
             before = first.setdefault((what, counts[what, operator.module]), operator)
             if before.module != operator.module:
                 same.update(zip((a.key for a in operator.writes), (a.key for a in before.writes), strict=True))
                 continue
-        kept.append(replace(operator, reads=reads))
+        kept.append(replace(operator, reads=reads) if renamed else operator)
     return replace(graph, operators=kept, outputs=tuple(same.get(key, key) for key in graph.outputs))
-
-
-def _is_pure(graph: Graph, operator: Operator) -> bool:
-    """Whether it reads something and writes only values of its own."""
-    read = {access.key for access in operator.reads}
-    return bool(read) and not any(access.key in read or graph.values[access.key].role in PERSISTENT for access in operator.writes)
 
 
 @dataclass(eq=False)
@@ -126,7 +114,7 @@ class _Merger:
 
     def __init__(self, graph: Graph, regions: Sequence[str]) -> None:
         self.graph, self.regions = graph, regions
-        self.flow = _Flow(graph)
+        self.flow = Flow(graph)
         self.groups: list[_Group] = []  # of each operator, by its number
 
     def kernels(self) -> list[Kernel]:
@@ -148,6 +136,9 @@ class _Merger:
             candidate = self.groups[other]
             if candidate is not group and self._fits(candidate, group) and self._stays_ordered(candidate, group):
                 group = self._merge(candidate, group)
+        for source in self.flow.sources[number]:
+            if self.groups[source] is not group and self._spreads(source, number):
+                self._move(source, group)
 
     def _alone(self, number: int) -> _Group:
         operator = self.graph.operators[number]
@@ -186,13 +177,13 @@ class _Merger:
         """Whether a smaller loop can be worked out anew within the larger one: nobody else wants its results."""
         readers = {reader for member in first.members for reader in self.flow.readers[member]}
         inside = {*first.members, *second.members}
-        return readers <= inside and not any(self._persists(member) for member in first.members)
+        return readers <= inside and not any(self.flow.persists(member) for member in first.members)
 
     def _taken_in_parts(self, first: _Group) -> bool:
         """Whether a few smaller loops each work out their own part of the larger one, the whole of which nobody wants."""
         readers = {reader for member in first.members for reader in self.flow.readers[member]} - {*first.members}
         smaller = all(self.graph.operators[reader].kind in FUSIBLE and self.flow.elements[reader] < first.elements for reader in readers)
-        return first.rows is None and len(readers) <= PARTS and smaller and not any(self._persists(member) for member in first.members)
+        return first.rows is None and len(readers) <= PARTS and smaller and not any(self.flow.persists(member) for member in first.members)
 
     def _stays_ordered(self, first: _Group, second: _Group) -> bool:
         """Whether no third kernel would have to run both after and before the merged one."""
@@ -202,6 +193,29 @@ class _Merger:
                 if between is not one and between is not other and between.before & one.bits:
                     return False
         return True
+
+    def _spreads(self, source: int, reader: int) -> bool:
+        """Whether an operator makes much from little for one reader: it is then done where it is read, and never written."""
+        operator = self.graph.operators[source]
+        if (
+            operator.kind != POINTWISE
+            or not self.groups[source].fusible
+            or self.flow.readers[source] != {reader}
+            or self.flow.persists(source)
+        ):
+            return False
+        written = sum(access.bytes for access in operator.writes)
+        same = self.flow.elements[source] == self.flow.elements[reader] and self.groups[source].region == self.groups[reader].region
+        return same and 2 * sum(access.bytes for access in operator.reads) <= written
+
+    def _move(self, member: int, group: _Group) -> None:
+        left = self.groups[member]
+        left.members.remove(member)
+        left.bits &= ~(1 << member)
+        group.members.append(member)
+        group.bits |= 1 << member
+        group.before &= ~group.bits
+        self.groups[member] = group
 
     def _merge(self, first: _Group, second: _Group) -> _Group:
         parts = second.elements < first.elements and self._taken_in_parts(first)
@@ -227,61 +241,9 @@ class _Merger:
         for member in members:
             operator = self.graph.operators[member]
             reads += [access for access in operator.reads if self.flow.maker.get((member, access.key)) not in inside]
-            if self._persists(member) or not inside.issuperset(self.flow.readers[member]) or not self.flow.readers[member]:
+            if self.flow.persists(member) or not inside.issuperset(self.flow.readers[member]) or not self.flow.readers[member]:
                 writes += operator.writes
         return _kernel(self.graph, [self.graph.operators[member] for member in members], reads, writes)
-
-    def _persists(self, member: int) -> bool:
-        keys = [access.key for access in self.graph.operators[member].writes]
-        return any(self.graph.values[key].role in PERSISTENT or key in self.graph.outputs for key in keys)
-
-
-class _Flow:
-    """Who needs whom: by number of operator."""
-
-    def __init__(self, graph: Graph) -> None:
-        count = len(graph.operators)
-        self.elements = [_elements(operator) for operator in graph.operators]
-        """Elements of each one's result."""
-        self.sources: list[set[int]] = [set() for _ in range(count)]
-        """What must run before: it makes a value that is read, or reads or makes what is written over."""
-        self.readers: list[set[int]] = [set() for _ in range(count)]
-        """Who reads the results, before they are written over."""
-        self.sharing: list[list[int]] = [[] for _ in range(count)]
-        """The last one before it that reads the same value."""
-        self.maker: dict[tuple[int, int], int] = {}
-        """(operator, value it reads) -> who made the value within the pass."""
-        self._walk(graph)
-
-    def _walk(self, graph: Graph) -> None:
-        last: dict[int, int] = {}
-        readers: dict[int, list[int]] = defaultdict(list)
-        for number, operator in enumerate(graph.operators):
-            for access in operator.reads:
-                if access.key in last:
-                    made = last[access.key]
-                    self.sources[number].add(made)
-                    self.readers[made].add(number)
-                    self.maker[number, access.key] = made
-                if readers[access.key] and readers[access.key][-1] != number and access.bytes > SHARED_BYTES:
-                    self.sharing[number].append(readers[access.key][-1])
-                readers[access.key].append(number)
-            for access in operator.writes:
-                self.sources[number].update(readers.pop(access.key, ()))
-                if access.key in last:
-                    self.sources[number].add(last[access.key])
-                last[access.key] = number
-            self.sources[number].discard(number)
-
-
-def _elements(operator: Operator) -> int:
-    """Elements of what an operator writes; of an in-place write into a cache, those written and not the cache's."""
-    written = max((access.bytes for access in operator.writes), default=0.0)
-    width = ELEMENT_BYTES.get(operator.dtype)
-    if operator.kind in (REDUCTION, EMBEDDING):
-        return max(1, round(written / (width or 4)))
-    shape = prod(operator.size)
-    return max(1, min(shape, round(written / width)) if width and written else shape)
 
 
 def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access], writes: Iterable[Access]) -> Kernel:
@@ -306,7 +268,7 @@ def _kind(operators: Sequence[Operator]) -> str:
     kinds = {operator.kind for operator in operators}
     if len(operators) == 1:
         return operators[0].kind
-    return REDUCTION if REDUCTION in kinds else "pointwise"
+    return REDUCTION if REDUCTION in kinds else POINTWISE
 
 
 def _dtype(operators: Sequence[Operator]) -> str:
@@ -314,8 +276,8 @@ def _dtype(operators: Sequence[Operator]) -> str:
     if len(operators) == 1:
         return operators[0].dtype
     narrow = [operator.dtype for operator in operators if operator.dtype in ("fp8", "int8")]
-    most = max(_elements(operator) for operator in operators)
-    return narrow[-1] if narrow else next(operator.dtype for operator in reversed(operators) if _elements(operator) == most)
+    most = max(elements(operator) for operator in operators)
+    return narrow[-1] if narrow else next(operator.dtype for operator in reversed(operators) if elements(operator) == most)
 
 
 def _moved(graph: Graph, accesses: Iterable[Access]) -> float:

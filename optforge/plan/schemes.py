@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from optforge.kernels.dispatch import GPUS
+from optforge.kernels.int8_dynamic import CUDA_ROWS
 from optforge.measure.utilization import has_units
-from optforge.plan.graph import POINTWISE, PRODUCT, REDUCTION, Access, Graph, Operator, Value
+from optforge.plan.graph import COPY, POINTWISE, PRODUCT, REDUCTION, Access, Graph, Operator, Value
 from optforge.spec import Hardware, Scheme
 
 MULTIPLIES = {"fp8": "aten._scaled_mm", "int8": "aten._int_mm"}
@@ -81,9 +83,18 @@ def _quantized(operator: Operator, weight: Access, scheme: Scheme, hardware: Har
     if wanted != "int8":
         yield product
         return
-    sums = _new(values, 4 * rows * outputs, "value")
+    filled = max(rows, CUDA_ROWS) if hardware.backend in GPUS else rows
+    if filled > rows:
+        larger = _new(values, filled * inputs, "value")
+        yield replace(
+            beside, name="aten.constant_pad_nd", kind=COPY, dtype=wanted, size=(filled, inputs), reads=(rounded,), writes=(larger,)
+        )
+        flops = product.flops * filled / rows
+        product = replace(product, size=(1, filled, outputs, inputs), flops=flops, reads=(larger, *product.reads[1:]))
+    sums = _new(values, 4 * filled * outputs, "value")
     yield replace(product, writes=(sums,))
-    yield replace(beside, name="optforge.scale_rows", size=(rows, outputs), reads=(sums,), writes=operator.writes)
+    needed = replace(sums, bytes=4.0 * rows * outputs)
+    yield replace(beside, name="optforge.scale_rows", size=(rows, outputs), reads=(needed,), writes=operator.writes)
 
 
 def _new(values: dict[int, Value], size: int, role: str) -> Access:

@@ -196,6 +196,19 @@ def test_a_larger_value_that_two_smaller_loops_read_in_parts_is_never_written() 
     assert found.bytes == 2 * FULL + FULL
 
 
+def test_what_spreads_a_row_over_a_matrix_is_done_where_it_is_read() -> None:
+    """The offsets of rounded rows are known before the product; the matrix that they are spread over is wanted after it."""
+    hand = Hand(x=FULL, weight=99, weight_sum=2 * WIDTH)
+    hand.add("aten.amax", g.REDUCTION, "x", "offset", out=ROW)
+    hand.add("aten.mul", g.POINTWISE, "x offset", "rounded")
+    hand.add("aten.mul", g.POINTWISE, "offset weight_sum", "spread")
+    hand.product("rounded weight", "product")
+    hand.add("aten.add", g.POINTWISE, "product spread", "out")
+    before, _, after = hand.compiled("out")
+    assert before.bytes == FULL + FULL + ROW  # reads x, writes what is rounded and the offsets
+    assert after.bytes == FULL + ROW + 2 * WIDTH + FULL
+
+
 def test_sibling_modules_that_round_one_input_do_it_once_when_compiled() -> None:
     hand = Hand(x=FULL, weight=99)
     for name in ("q", "k", "v"):
