@@ -155,7 +155,7 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
         deciding=deciding,
         differences=differences,
         conditions=own,
-        notes=[*notes, *conditions.unrecorded(own), *_other_basis(guesses)],
+        notes=[*notes, *conditions.disturbed(own), *conditions.unrecorded(own), *_other_basis(guesses)],
     )
 
 

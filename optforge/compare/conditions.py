@@ -19,6 +19,7 @@ DEVICE = ("device", "cpu", "torch_cpu_capability", "cores", "multiprocessors", "
 SOFTWARE = ("driver", "cuda", "hip", "cudnn", "compiler", "jax", "jaxlib", "libtpu")
 MEASURE = ("warmup", "min_rounds", "max_s", "steady", "batch_ms", "budget_s")
 QUALITY = ("enabled", "tokens", "window", "items", "metric")
+CONTENDED = "contended"
 UNKNOWN, NONE = "not recorded", "none"
 EVALUATED, THREADS = "evaluated on", "threads"
 """Conditions that some runs do not have at all: one that measured no quality, one that did not run on a CPU."""
@@ -46,7 +47,7 @@ def conditions(report: Report) -> Conditions:
         "measure": _joined(_picked(_mapping(settings.get("measure")), MEASURE)),
         "quality": _joined(_picked(_mapping(settings.get("quality")), QUALITY)),
         EVALUATED: _joined({"data": report.quality.data, "count": report.quality.count}) if report.quality else "",
-        "contended": _text(environment.get("contended", False)),
+        CONTENDED: _text(environment.get("contended", False)),
     }
     return {key: value or UNKNOWN for key, value in found.items()}
 
@@ -113,6 +114,12 @@ def unrecorded(named: Mapping[str, Conditions]) -> list[str]:
         if condition not in (EVALUATED, THREADS) and 0 < len(missing) < len(named):
             found.append(f"{condition} is not recorded in {_runs(missing)}; taken as the same as in the other runs")
     return found
+
+
+def disturbed(named: Mapping[str, Conditions]) -> list[str]:
+    """A sentence where something else used the device meanwhile, also where it did so in every run."""
+    runs = [name for name, own in named.items() if own[CONTENDED] == "yes"]
+    return [f"something else used the device while it was measured: {_runs(runs)}"] if runs else []
 
 
 def refuse(found: Sequence[Difference]) -> None:

@@ -6,10 +6,11 @@ import csv
 import io
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from commandline import Optforge
+from commandline import Optforge, command, environment
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 INT8, BF16 = (RESULTS / "cpu" / f"2026-11-30_smollm2_prefill_llama_{name}.json" for name in ("int8", "bf16"))
@@ -91,6 +92,16 @@ def test_a_recipes_name_takes_its_newest_run_and_says_so(optforge: Optforge, tmp
     assert done.returncode == 0, done.stderr
     assert "note: recipe llama_int8: took outputs/llama_int8/cpu/2026-02-02" in done.stdout
     assert "left out 1 older or unfinished run" in done.stdout
+
+
+@pytest.mark.case("B143")
+def test_comparisons_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    started = [
+        subprocess.Popen(command("compare", str(INT8)), cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL)
+        for _ in range(4)
+    ]
+    assert [process.wait(timeout=120) for process in started] == [0] * 4
+    assert len(list((tmp_path / "outputs" / "comparisons").rglob("compare.html"))) == 4
 
 
 def test_nothing_heavy_is_loaded(optforge: Optforge, tmp_path: Path) -> None:

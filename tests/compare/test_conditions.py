@@ -105,3 +105,11 @@ def test_a_run_without_figures_refuses_nobody(side_by_side: Compare) -> None:
     first, second = _pair(_set("workload", "batch_size", value=64))
     found = side_by_side(first, {**second, "status": "oom", "verdict": "oom", "optimized": None, "reason": "out of memory"})
     assert len(found.measured) == 1 and len(found.failed) == 1
+
+
+def test_runs_that_were_all_disturbed_are_compared_and_it_is_said(side_by_side: Compare) -> None:
+    first, second = _pair(lambda tree: None)
+    for tree in (first, second):
+        tree["environment"]["contended"] = True
+    found = side_by_side(first, second)
+    assert any("something else used the device" in note and "other" in note for note in found.notes)
