@@ -32,7 +32,7 @@ EAGER = None
 
 
 def kernels(graph: Graph, *, compiled: bool, regions: Sequence[str] = ("",)) -> list[Kernel]:
-    """The kernels that one pass launches, in the order in which they start.
+    """The kernels that one pass launches, in the order of the last of their operators.
 
     Args:
         graph: from `plan.trace`, or made by hand.
@@ -121,11 +121,11 @@ class _Merger:
         return [self._merged(members) for members in self.members()]
 
     def members(self) -> list[list[int]]:
-        """Numbers of the operators of each kernel, in the order in which the kernels start."""
+        """Numbers of the operators of each kernel, in the order of the last of them."""
         for number in range(len(self.graph.operators)):
             self._place(number)
-        distinct = list({id(group): group for group in self.groups}.values())
-        return [sorted(group.members) for group in distinct]
+        distinct = {id(group): group for group in self.groups}.values()
+        return sorted((sorted(group.members) for group in distinct), key=lambda members: members[-1])
 
     def _place(self, number: int) -> None:
         group = self._alone(number)
