@@ -6,10 +6,11 @@ predicted rows are kept in two lists from the start: no view can rank them toget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from optforge.compare import conditions, ranking, settings
+from optforge.compare.conditions import some
 from optforge.compare.load import Entry
 from optforge.compare.metrics import HIGHER, KEYS, Metric, Values, measured, metrics, predicted, quality_metric
 from optforge.errors import ConfigError, Problem, near
@@ -18,8 +19,10 @@ from optforge.report.figures import exists
 from optforge.spec import Ratio, Report
 
 MEASURED, PREDICTED = "measured", "predicted"
-BY_GOAL = {"latency": "latency", "throughput": "throughput", "memory": "memory", "size": "size"}
-TIE = "Runs whose 95% intervals overlap share a place."
+TIES = {
+    MEASURED: "Runs whose 95% interval reaches that of the first who holds a place share it.",
+    PREDICTED: "Runs whose error band (nine of ten predictions keep to it) reaches that of the first who holds a place share it.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,25 +127,19 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
     Raises:
         ConfigError: conditions differ and `anyway` is not given, or `by` names no figure, or one that no run has.
     """
-    named = _named(entries)
+    tree = [_settings(entry) for entry in entries]
+    differing, deciding = _differing(entries, tree)
+    names = settings.names(tree, deciding)
+    named = dict(zip(names, entries, strict=True))
     finished = {name: entry for name, entry in named.items() if entry.finished}
     own = {name: conditions.conditions(entry.report) for name, entry in finished.items()}
     differences = conditions.differences(own)
     if not anyway:
         conditions.refuse(differences)
-    groups = conditions.groups(own, differences)
     quality = quality_metric([entry.report for entry in finished.values()])
+    rows, guesses = _rows(finished, quality, conditions.groups(own, differences))
     figures = metrics(quality)
-    rows = [
-        Row(name=name, kind=MEASURED, entry=entry, values=measured(entry.report, quality), group=groups.get(name, ""))
-        for name, entry in finished.items()
-    ]
-    guesses = [Row(name=name, kind=PREDICTED, entry=entry, values=predicted(entry.report)) for name, entry in finished.items()]
-    guesses = [row for row in guesses if row.values]
-    key = _by(by, figures, rows or guesses)
-    axes = _axes(figures, rows or guesses)
-    tree = {name: _settings(entry) for name, entry in named.items()}
-    differing, deciding = _differing(list(named.values()), list(tree.values()))
+    key, axes = _by(by, figures, rows or guesses), _axes(figures, rows or guesses)
     return Comparison(
         measured=_placed(rows, key, axes),
         predicted=_placed(guesses, key, axes),
@@ -150,19 +147,23 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
         metrics=figures,
         by=key,
         axes=axes,
-        settings=tree,
+        settings=dict(zip(names, tree, strict=True)),
         differing=differing,
         deciding=deciding,
         differences=differences,
         conditions=own,
-        notes=[*notes, *conditions.disturbed(own), *conditions.unrecorded(own), *_other_basis(guesses)],
+        notes=[*notes, *conditions.disturbed(own), *conditions.unrecorded(own), *_of_predictions(guesses)],
     )
 
 
-def _named(entries: Sequence[Entry]) -> dict[str, Entry]:
-    tree = [_settings(entry) for entry in entries]
-    _, deciding = _differing(entries, tree)
-    return dict(zip(settings.names(tree, deciding), entries, strict=True))
+def _rows(finished: Mapping[str, Entry], quality: Metric, groups: Mapping[str, str]) -> tuple[list[Row], list[Row]]:
+    """Each run's measured row, and the predicted row of those that have one."""
+    rows = [
+        Row(name=name, kind=MEASURED, entry=entry, values=measured(entry.report, quality), group=groups.get(name, ""))
+        for name, entry in finished.items()
+    ]
+    guesses = [Row(name=name, kind=PREDICTED, entry=entry, values=predicted(entry.report)) for name, entry in finished.items()]
+    return rows, [row for row in guesses if row.values]
 
 
 def _settings(entry: Entry) -> settings.Settings:
@@ -183,8 +184,8 @@ def _by(by: str | None, figures: Sequence[Metric], rows: Sequence[Row]) -> Metri
     known = {metric.key: metric for metric in figures}
     if by is None:
         goals = {str(row.report.recipe.get("goal")) for row in rows}
-        wanted = BY_GOAL.get(goals.pop(), "latency") if len(goals) == 1 else "latency"
-        return known[wanted] if any(wanted in row.values for row in rows) else known["latency"]
+        wanted = goals.pop() if len(goals) == 1 else "latency"
+        return known[wanted] if wanted in known and any(wanted in row.values for row in rows) else known["latency"]
     if by not in known:
         raise ConfigError(Problem(where="--by", what=f"there is no figure {by!r}", fix=near(by, KEYS) or f"type one of {', '.join(KEYS)}"))
     if rows and not any(by in row.values for row in rows):
@@ -215,10 +216,16 @@ def _point(row: Row, axes: tuple[Metric, Metric]) -> tuple[float, float]:
     return row.values[axes[0].key].value, row.values[axes[1].key].value
 
 
-def _other_basis(rows: Sequence[Row]) -> list[str]:
-    """A sentence where the predictions were not all made the same way."""
-    bases = {str((row.report.predicted.get("optimized") or {}).get("basis")) for row in rows}
-    return [f"the predictions were not all made the same way: {'; '.join(sorted(bases))}"] if len(bases) > 1 else []
+def _of_predictions(rows: Sequence[Row]) -> list[str]:
+    """What there is to know of the predictions: made in more than one way, of a part only, or of what does not fit."""
+    made = {row.name: row.report.predicted["optimized"] for row in rows}
+    bases = sorted({str(values.get("basis")) for values in made.values()})
+    found = [f"the predictions were not all made the same way: {'; '.join(bases)}"] if len(bases) > 1 else []
+    partial = [name for name, values in made.items() if values.get("partial")]
+    if partial:
+        found.append(f"predicted times that are lower bounds, since some work could not be counted: {some(partial)}")
+    too_big = [name for name, values in made.items() if values.get("fits") is False]
+    return [*found, *([f"predicted not to fit the target's memory: {some(too_big)}"] if too_big else [])]
 
 
 def _measured_steps(report: Report) -> list[Step]:

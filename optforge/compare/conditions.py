@@ -87,7 +87,7 @@ class Difference:
     values: dict[str, list[str]]
 
     def __str__(self) -> str:
-        return "; ".join(f"{_short(value, self.values)} ({_runs(names)})" for value, names in self.values.items())
+        return "; ".join(f"{_short(value, self.values)} ({some(names)})" for value, names in self.values.items())
 
 
 def differences(named: Mapping[str, Conditions]) -> list[Difference]:
@@ -112,14 +112,14 @@ def unrecorded(named: Mapping[str, Conditions]) -> list[str]:
     for condition in next(iter(named.values()), {}):
         missing = [name for name, own in named.items() if own[condition] == UNKNOWN]
         if condition not in (EVALUATED, THREADS) and 0 < len(missing) < len(named):
-            found.append(f"{condition} is not recorded in {_runs(missing)}; taken as the same as in the other runs")
+            found.append(f"{condition} is not recorded in {some(missing)}; taken as the same as in the other runs")
     return found
 
 
 def disturbed(named: Mapping[str, Conditions]) -> list[str]:
     """A sentence where something else used the device meanwhile, also where it did so in every run."""
     runs = [name for name, own in named.items() if own[CONTENDED] == "yes"]
-    return [f"something else used the device while it was measured: {_runs(runs)}"] if runs else []
+    return [f"something else used the device while it was measured: {some(runs)}"] if runs else []
 
 
 def refuse(found: Sequence[Difference]) -> None:
@@ -147,7 +147,8 @@ def _letter(index: int) -> str:
     return (_letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
 
 
-def _runs(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     if len(names) <= NAMED + 1:
         return ", ".join(names)
     return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"

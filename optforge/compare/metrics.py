@@ -49,7 +49,7 @@ KEYS = ("latency", "throughput", "memory", "size", "quality", "cost")
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One figure of one run, with the ends of its 95% interval where it has one."""
+    """One figure of one run, with the ends of its interval where it has one: 95% of a median, the error band of a prediction."""
 
     value: float
     low: float | None = None
@@ -79,7 +79,7 @@ def measured(report: Report, quality: Metric) -> Values:
     latency = _latency(row)
     found: dict[str, Value | None] = {
         "latency": latency,
-        "throughput": _throughput(row, latency),
+        "throughput": _throughput(row.tokens_per_s if row.tokens_per_s is not None else row.items_per_s, latency),
         "memory": _value(row.peak_memory_bytes),
         "size": _value(row.weight_bytes),
         "quality": _value(_quality(report.quality, quality)),
@@ -93,9 +93,11 @@ def predicted(report: Report) -> Values:
     values = report.predicted.get("optimized")
     if not isinstance(values, dict) or not figures.exists(values.get("latency_ms")):
         return {}
+    latency = Value(value=float(values["latency_ms"]), low=values.get("low_ms"), high=values.get("high_ms"))
+    rate = values.get("tokens_per_s") if values.get("tokens_per_s") is not None else values.get("items_per_s")
     found = {
-        "latency": _value(values.get("latency_ms")),
-        "throughput": _value(values.get("tokens_per_s")) or _value(values.get("items_per_s")),
+        "latency": latency,
+        "throughput": _throughput(rate, latency),
         "memory": _value(values.get("peak_memory_bytes")),
         "size": _value(values.get("weight_bytes")),
         "cost": _value(cost.predicted(report, values)),
@@ -140,9 +142,9 @@ def _latency(row: Measurement) -> Value:
     return Value(value=float(p50), low=min(ends[0] * 1e3, p50), high=max(ends[1] * 1e3, p50))
 
 
-def _throughput(row: Measurement, latency: Value) -> Value | None:
-    rate = row.tokens_per_s if row.tokens_per_s is not None else row.items_per_s
-    if rate is None or not figures.exists(rate):
+def _throughput(rate: Json, latency: Value) -> Value | None:
+    """A rate with the interval of the time that it follows from."""
+    if not figures.exists(rate):
         return None
     if latency.low is None or latency.high is None:
         return Value(value=rate)

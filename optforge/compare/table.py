@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optforge.compare.comparison import MEASURED, TIE, Comparison, Row
+from optforge.compare.comparison import MEASURED, TIES, Comparison, Row
 from optforge.compare.load import Entry
 from optforge.compare.metrics import LOWER, Metric, text
 from optforge.compare.settings import ABSENT
@@ -132,7 +132,7 @@ def best(metric: Metric) -> str:
 def legend(comparison: Comparison, rows: Sequence[Row]) -> str:
     """What the marks of the table mean."""
     x, y = comparison.axes
-    parts = [TIE] if rows[0].kind == MEASURED else []
+    parts = [TIES[rows[0].kind]] if len(rows) > 1 else []
     if any(column.key == "pareto" for column in columns(comparison, rows)):
         parts.append(f"Front *: no other of these runs is as good in both {x.title} and {y.title}.")
     if rows[0].kind == MEASURED:
@@ -151,8 +151,9 @@ def about(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield "differ", f"{key}: {', '.join(values[:VALUES])}{_more(values)}"
     if len(comparison.deciding) > TOLD:
         yield "differ", f"and {len(comparison.deciding) - TOLD} more settings"
-    if len(comparison.differing) > len(comparison.deciding):
-        yield "differ", f"{len(comparison.differing) - len(comparison.deciding)} more settings, which follow from those"
+    rest = len(comparison.differing) - len(comparison.deciding)
+    if rest:
+        yield "differ", "1 more setting, which follows from those" if rest == 1 else f"{rest} more settings, which follow from those"
 
 
 def failures(failed: Sequence[tuple[str, Entry]]) -> list[tuple[str, list[str]]]:

@@ -75,6 +75,22 @@ def test_predicted_figures_are_ranked_apart_and_labelled(five: Comparison) -> No
     assert "## Predicted for a100" in table.to_markdown(five)
 
 
+def test_predictions_share_a_place_within_their_error_band_and_say_what_they_lack(side_by_side: Compare) -> None:
+    trees = []
+    for name, low, ms, high in (("first", 0.3, 0.4, 0.5), ("second", 0.45, 0.6, 0.8), ("third", 0.7, 0.9, 1.2)):
+        tree = named("llama_fp8")
+        tree["recipe"]["name"] = name
+        tree["predicted"]["optimized"].update(latency_ms=ms, low_ms=low, high_ms=high, tokens_per_s=256_000 / ms)
+        trees.append(tree)
+    trees[2]["predicted"]["optimized"].update(partial=True, fits=False, basis="another")
+    found = side_by_side(*trees)
+    assert [(row.name, row.place) for row in found.predicted] == [("first", 1), ("second", 1), ("third", 3)]
+    notes = "; ".join(found.notes)
+    assert "not all made the same way: another; roofline" in notes
+    assert "lower bounds, since some work could not be counted: third" in notes
+    assert "not to fit the target's memory: third" in notes
+
+
 def test_a_stand_in_is_named_at_every_figure_of_its_own(five: Comparison) -> None:
     (line,) = [line for line in _terminal(five).splitlines() if line.split()[1:2] == ["llama_fp8"] and "regression" in line]
     assert "cpu, a stand-in for a100" in line
