@@ -6,15 +6,19 @@ The template holds the layout, `view` the words and rows, `charts` the geometry.
 from __future__ import annotations
 
 from functools import cache
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from typing import TYPE_CHECKING
 
 from optforge.report import charts, cost, diff, figures, view
 from optforge.spec import Report
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 @cache
 def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # who only reads reports needs no templates
+
     found = Environment(
         loader=PackageLoader("optforge.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
