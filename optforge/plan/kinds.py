@@ -169,8 +169,8 @@ def _classified(
 ) -> tuple[str, tuple[int, ...], str, str]:
     """Kind, size, dtype and detail."""
     product = _PRODUCTS.get(short)
-    if product is not None:
-        size, operand = product(args)
+    size, operand = product(args) if product is not None else ((), None)
+    if operand is not None and size[-1] > 1:  # an outer product is multiplied without matrix units
         return g.PRODUCT, size, dtype_name(operand.dtype), _detail(func, args) if func.namespace == "optforge" else ""
     if short == "grouped_attention":
         q, k = args[0], args[1]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 NO_FAKE = "no fake impl registered"
 """In PyTorch's words about an operator that says nothing of its outputs."""
 
-CONSTANT_ELEMENTS = 65536
+CONSTANT_ELEMENTS = 2**22
 """Largest tensor of whole numbers that is computed for real."""
 
 
