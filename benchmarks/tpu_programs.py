@@ -24,15 +24,20 @@ from optforge.plan import roofline, xla
 from optforge.plan.make import make
 
 RESULTS = Path(__file__).parent / "results" / "xla" / "tpu_programs.json"
-PREFILL, DECODE = ("workload=prefill", "workload.prompt_tokens=512"), ("workload=decode", "workload.context=512")
+WORKLOADS = {
+    "prefill 512": ("workload=prefill", "workload.prompt_tokens=512"),
+    "decode 512": ("workload=decode", "workload.context=512"),
+}
 CASES = [
-    (hardware, model, recipe, workload)
+    (hardware, model, recipe, workload, overrides)
     for hardware in ("tpu_v5e", "tpu_v6e")
     for model in ("smollm2_135m", "llama3_8b")
     for recipe in ("baseline", "llama_int8")
-    for workload in (PREFILL, DECODE)
+    for workload, overrides in WORKLOADS.items()
 ]
 """Batch 1; prompts of 512 tokens, and a decode step after 512."""
+CASES.append(("tpu_v5e", "llama3_8b", "baseline", "decode 512 batch 16", (*WORKLOADS["decode 512"], "workload.batch_size=16")))
+"""More than a v5e holds, to see where XLA draws the line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     rows = {row["name"]: row for row in json.loads(chosen.out.read_text())["rows"]} if chosen.out.exists() else {}
     for case in CASES:
-        name = " ".join((*case[:3], case[3][0].removeprefix("workload=")))
+        name = " ".join(case[:4])
         if chosen.only not in name:
             continue
-        rows[name] = {"name": name, "date": date.today().isoformat(), **_row(*case)}
+        rows[name] = {"name": name, "date": date.today().isoformat(), **_row(*case[:3], case[4])}
         print(_line(rows[name]), flush=True)
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         result = {"machine": f"{platform.machine()}, no TPU", "label": "predicted", "rows": list(rows.values())}

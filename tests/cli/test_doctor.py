@@ -62,7 +62,7 @@ def test_every_extra_is_looked_for() -> None:
 def test_an_extra_brings_what_pyproject_says() -> None:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     for extra, requirements in project["optional-dependencies"].items():
-        names = sorted(re.split("[<>=]", requirement)[0].lower() for requirement in requirements)
+        names = sorted(re.split(r"[<>=\[]", requirement)[0].lower() for requirement in requirements)
         assert sorted(requirement.name.lower() for requirement in doctor.extra_requirements(extra)) == names
 
 
