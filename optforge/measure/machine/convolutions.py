@@ -68,10 +68,10 @@ class Shape:
 
 
 def convolutions(device: torch.device, batches: tuple[int, ...] = (1, 8, 32)) -> Iterator[Case]:
-    for batch in batches:
-        for dtype in ("fp32", "bf16"):
-            for shape in (Shape(*values) for values in (*EFFICIENTNET, *FASHION, *RESNET)):
-                yield _case(device, batch, dtype, shape)
+    for values in (*FASHION, *EFFICIENTNET, *RESNET):
+        for batch in batches:
+            for dtype in ("fp32", "bf16"):
+                yield _case(device, batch, dtype, Shape(*values))
 
 
 def _case(device: torch.device, batch: int, dtype: str, shape: Shape) -> Case:
