@@ -138,7 +138,7 @@ def compare(
     *,
     runs: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="RUN...", help="Folders of runs or sweeps, report.json files, names of recipes.", show_default=False),
+        typer.Argument(metavar="RUN", help="Folders of runs or sweeps, report.json files, names of recipes.", show_default=False),
     ] = None,
     by: Annotated[
         Optional[str],  # noqa: UP045

@@ -109,9 +109,7 @@ def _alternatives(report: Report) -> str:
 
 def _predicted(report: Report) -> str:
     money = (cost.title(report),) if cost.priced(report) else ()
-    lines = [
-        (row.name, row.time, row.speed, row.bound, row.weights, *([row.cost] if money else [])) for row in view.predicted_rows(report)
-    ]
+    lines = [(row.name, row.time, row.speed, row.bound, row.weights, *([row.cost] if money else [])) for row in view.predicted_rows(report)]
     speedup = figures.named("speedup", report.predicted.get("speedup"))
     notes = [*view.predicted_notes(report), *([f"whole recipe: {speedup}"] if lines else [])]
     return "\n\n".join(part for part in (table(("after", "time", "speed", "bound by", "weights", *money), lines), _bullets(notes)) if part)

@@ -98,6 +98,13 @@ def test_a_stand_in_is_named_at_every_figure_of_its_own(five: Comparison) -> Non
     assert "a stand-in for a100" in row
 
 
+@pytest.mark.case("B102")
+def test_the_order_of_the_runs_changes_no_figure_and_no_place(five: Comparison) -> None:
+    entries = [row.entry for row in five.measured]
+    for order in (entries, entries[::-1], entries[2:] + entries[:2]):
+        assert records.to_csv(compare(order)).splitlines()[1:] == records.to_csv(five).splitlines()[1:]
+
+
 @pytest.mark.case("B45")
 def test_a_slower_run_is_a_regression_with_both_times_and_the_ratio(five: Comparison) -> None:
     tree = named("llama_fp8")
