@@ -115,15 +115,27 @@ def _on(job: Job) -> str:
     return f" on device {job.device}" if job.device is not None else ""
 
 
+WIDE = ("job", "status", "verdict", "p50", "vs baseline", "vs compiled", "peak memory", "took", "note")
+NARROW = ("job", "status", "verdict", "p50", "took")
+NARROW_COLUMNS = 140
+"""Columns of a terminal below which the table keeps what says how each job ended; the notes then follow, a line each."""
+
+
 def print_table(sweep: Sweep, folder: Path, console: Console | None = None) -> None:
     """Every job in one table: how it ended, its verdict, its figures, and why it failed."""
     console = console or _stdout()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=f"sweep {escape(str(folder))}", title_justify="left")
-    for name in ("job", "status", "verdict", "p50", "vs baseline", "vs compiled", "peak memory", "took", "note"):
-        table.add_column(name, justify="right" if name in ("p50", "vs baseline", "vs compiled", "peak memory", "took") else "left")
+    head = NARROW if console.width < NARROW_COLUMNS else WIDE
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in head:
+        table.add_column(name, justify="left" if name in ("job", "status", "verdict", "note") else "right")
     for job in sweep.jobs:
-        table.add_row(*_cells(job, finished(folder / job.folder) if job.status == DONE else None))
+        cells = _cells(job, finished(folder / job.folder) if job.status == DONE else None)
+        table.add_row(*(cells[name] for name in head))
+    console.print(f"sweep {escape(str(folder))}", highlight=False, soft_wrap=True)
     console.print(table)
+    for job in sweep.jobs if head is NARROW else ():
+        if job.error:
+            console.print(f"{job.index}: {escape(job.error)}", highlight=False, soft_wrap=True)
     console.print(summary(sweep.jobs), highlight=False)
 
 
@@ -132,21 +144,20 @@ def _stdout() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def _cells(job: Job, report: Report | None) -> list[Text | str]:
-    status = Text(job.status, style=COLOURS.get(job.status, ""))
+def _cells(job: Job, report: Report | None) -> dict[str, Text | str]:
     measured = report.optimized if report is not None else None
     speedup = report.speedup if report is not None else {}
-    return [
-        Text(job.folder),
-        status,
-        job.verdict or "" if job.status == DONE else "",
-        figures.milliseconds(measured.latency_ms.get("p50") if measured else None),
-        figures.ratio(speedup.get("vs_baseline"), interval=False),
-        figures.ratio(speedup.get("vs_compiled_baseline"), interval=False),
-        figures.nbytes(measured.peak_memory_bytes if measured else None),
-        figures.seconds(job.seconds),
-        Text((job.error or "")[:_NOTE]),
-    ]
+    return {
+        "job": Text(job.folder),
+        "status": Text(job.status, style=COLOURS.get(job.status, "")),
+        "verdict": (job.verdict or "") if job.status == DONE else "",
+        "p50": figures.milliseconds(measured.latency_ms.get("p50") if measured else None),
+        "vs baseline": figures.ratio(speedup.get("vs_baseline"), interval=False),
+        "vs compiled": figures.ratio(speedup.get("vs_compiled_baseline"), interval=False),
+        "peak memory": figures.nbytes(measured.peak_memory_bytes if measured else None),
+        "took": figures.seconds(job.seconds),
+        "note": Text((job.error or "")[:_NOTE]),
+    }
 
 
 def summary(jobs: Sequence[Job]) -> str:

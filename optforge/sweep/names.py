@@ -14,14 +14,14 @@ from urllib.parse import unquote
 
 from optforge.preflight import slug
 
-MAX_BYTES = 80
-"""Of a job's whole folder name. File systems allow 255; a report's own files and temporary names come below it."""
+MAX_BYTES = 60
+"""Of a job's whole folder name. File systems allow 255, but a name is also read, in tables and in paths."""
 GROUPS = ("recipe", "model", "data", "workload", "hardware")
 _HASH = 8
 
 
 def folder_name(index: int, overrides: Sequence[str]) -> str:
-    """`<index>_<short name>`, in at most 80 letters, digits and `._-`.
+    """`<index>_<short name>`, in at most 60 letters, digits and `._-`.
 
     Args:
         overrides: those that differ between jobs; empty for a sweep of one job.

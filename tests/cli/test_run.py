@@ -111,16 +111,6 @@ def test_an_interrupted_run_leaves_an_incomplete_report(tiny: list[str], tmp_pat
     assert _report(_folders(tmp_path)[0])["status"] == "incomplete"
 
 
-def test_each_job_of_a_sweep_has_its_folder_and_a_crash_ends_only_itself(optforge: Optforge, tiny: list[str], tmp_path: Path) -> None:
-    done = optforge("run", "-m", *tiny, "model.arguments={broken: true},{broken: false}")
-    assert done.returncode == 1, done.stderr
-    folders = _folders(tmp_path)
-    assert len(folders) == 2
-    assert {folder.parent.parent for folder in folders} == {tmp_path / "outputs/sweeps"}
-    assert [_report(folder)["status"] for folder in folders] == ["failed", "complete"]
-    assert [folder.name.split("_")[0] for folder in folders] == ["0", "1"]
-
-
 def test_a_plan_that_refuses_is_exit_code_2_and_is_recorded(optforge: Optforge, tiny: list[str], tmp_path: Path) -> None:
     done = optforge("run", *_on_a100(tiny), "require_target=true")
     assert done.returncode == 2, done.stderr
