@@ -194,11 +194,15 @@ class Bench:
             rows = Rows(plan, loaded.module, work, example, self.options, on_device=True)
             module, _ = rows.fresh(plan.rewrites)
             rows.compile(module)
-        work.ready(module)
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        work.ready(module)  # decode: the pass over the prompt, which the plan counts and the timed calls do not
+        prompt = torch.cuda.max_memory_allocated(self.device) if cuda else 0
         resident = _only_in(loaded.module, module)
-        _remember(result.kept, measured=self._kept(module, work) - (resident if self.device.type == "cuda" else 0))
+        _remember(result.kept, measured=self._kept(module, work) - (resident if cuda else 0))
         measured = self.backend.measure(Candidate(name=result.name, call=lambda: work.run(module)), None, self.options)
-        _fill(result, measured, resident=resident)
+        _fill(result, measured, resident=resident, prompt=prompt)
 
     def _kept(self, module: nn.Module, work: Any) -> float:
         """Bytes that lie on the device between two calls: what the allocator says on CUDA; on a CPU the tensors themselves, since
@@ -250,14 +254,14 @@ def _name(case: Case) -> str:
     return " ".join(f"without {text.split('.')[-1]}" if text.startswith("~") else text.split(".")[-1] for text in named)
 
 
-def _fill(result: Result, measured: Measurement, *, resident: int) -> None:
+def _fill(result: Result, measured: Measurement, *, resident: int, prompt: int) -> None:
     p50, p90 = (float(measured.latency_ms[key] or 0.0) for key in ("p50", "p90"))
     result.measured_ms, result.spread, result.compile_s = p50, p90 / p50 - 1, measured.compile_time_s
     if result.predicted_ms is not None:
         result.error = result.predicted_ms / p50 - 1
     allocated = measured.memory.get("allocated")
     if allocated is not None:
-        _remember(result.total, measured=float(allocated - resident))
+        _remember(result.total, measured=float(max(allocated, prompt) - resident))
 
 
 def _remember(pair: dict[str, float | None], **values: float | None) -> None:

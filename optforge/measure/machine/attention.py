@@ -95,7 +95,8 @@ def backward(device: torch.device) -> Iterator[Case]:
         for model in (LLAMA_1B, LLAMA_8B):
             shape = replace(model, batch=batch, queries=tokens, keys=tokens)
             case = shape.case(SDPA, "causal", partial(_backward, shape, device))
-            yield replace(case, phase=BACKWARD, flops=BACKWARD_PRODUCTS * case.flops, bytes=2 * case.bytes)
+            # autograd runs it on the stream of the forward pass, which is not the captured one
+            yield replace(case, phase=BACKWARD, flops=BACKWARD_PRODUCTS * case.flops, bytes=2 * case.bytes, captures=False)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def _backward(shape: Shape, device: torch.device, copies: int) -> list[Call]:
     q, k, v = (tensor.detach().requires_grad_() for tensor in shape.operands(device))
     with torch.enable_grad():
         out = _causal(q, k, v)
-    grown = torch.randn_like(out)
+    grown = random(tuple(out.shape), out.dtype, device)
 
     def call() -> Any:
         return torch.autograd.grad(out, (q, k, v), grown, retain_graph=True)

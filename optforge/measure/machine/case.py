@@ -34,6 +34,8 @@ class Case:
     others were written just before and may be in the cache, as in a model."""
     extra: float = 0.0
     """Bytes that making the case takes beside its operands, at most."""
+    captures: bool = True
+    """Its calls can be captured in a CUDA graph; otherwise the host launches them, which must be little beside their time."""
     compiled: bool = False
     """A program of Inductor's is called, so entering it is in the time."""
     make: Callable[[int], list[Call]]
@@ -49,11 +51,16 @@ def warm(call: Callable[..., Any], inputs: Callable[[], tuple[Any, ...]]) -> Cal
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values near the normal distribution's, in any dtype; integers over their whole range."""
+    """Values near the normal distribution's, in any dtype; integers over their whole range.
+
+    From a generator of their own: the default one may have been caught in a capture that failed.
+    """
+    source = torch.Generator(device).manual_seed(0)
     if dtype in (torch.int8, torch.uint8):
         low, high = (-127, 128) if dtype is torch.int8 else (0, 256)
-        return torch.randint(low, high, shape, dtype=dtype, device=device)
-    return torch.randn(shape, device=device).to(dtype) if dtype.itemsize == 1 else torch.randn(shape, dtype=dtype, device=device)
+        return torch.randint(low, high, shape, dtype=dtype, device=device, generator=source)
+    normal = torch.randn(shape, dtype=torch.float32 if dtype.itemsize == 1 else dtype, device=device, generator=source)
+    return normal.to(dtype)
 
 
 def cache_bytes(device: torch.device) -> int:

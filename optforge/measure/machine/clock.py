@@ -43,8 +43,9 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostClock:
-    """Reads the host's clock around whole cycles."""
+    """Reads the host's clock around whole cycles, from an idle device to an idle device."""
 
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     round_s: float = 0.012
     """Least length of a round."""
     least_rounds: int = 5
@@ -53,13 +54,21 @@ class HostClock:
 
     def time(self, calls: Sequence[Call]) -> Timed:
         with no_collection():
-            _cycle(calls)
-            cycles = max(1, math.ceil(self.round_s / max(_seconds(calls, 1), 1e-9)))
+            self._seconds(calls, 1)
+            cycles = max(1, math.ceil(self.round_s / max(self._seconds(calls, 1), 1e-9)))
             begun = time.perf_counter()
             samples: list[float] = []
             while len(samples) < self.least_rounds or time.perf_counter() - begun < self.budget_s:
-                samples.append(_seconds(calls, cycles) / (cycles * len(calls)))
+                samples.append(self._seconds(calls, cycles) / (cycles * len(calls)))
         return summary(samples)
+
+    def _seconds(self, calls: Sequence[Call], cycles: int) -> float:
+        _synchronize(self.device)
+        begin = time.perf_counter()
+        for _ in range(cycles):
+            _cycle(calls)
+        _synchronize(self.device)
+        return time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,6 @@ def no_collection() -> Iterator[None]:
 def _cycle(calls: Sequence[Call]) -> None:
     for call in calls:
         call()
-
-
-def _seconds(calls: Sequence[Call], cycles: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(cycles):
-        _cycle(calls)
-    return time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,7 +1,9 @@
 """What the host adds to the time of the kernels, by the slope of time over the number of operators in small modules.
 
 A slope needs no idle reference: whatever one call costs once (entering `forward`, the last synchronization) is the same at
-both ends and falls out. The modules are so small that their arithmetic takes next to nothing.
+both ends and falls out. The modules are so small that their arithmetic takes next to nothing. What a host adds outside of
+compiled code depends on how models are written, so it is measured on a tiny decoder of transformers: bare modules in a row
+would take half as long for each operator.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optforge.backends.base import CompileOptions
@@ -43,20 +46,73 @@ COMPILED_KERNELS = 4
 """Kernels of a compiled `_Block`: the norm, two products, the gate; the sum joins the next block's norm."""
 
 
+LAYERS = (2, 10)
+"""Layers of the tiny decoders at the two ends of a slope."""
+TOKENS = 8
+LAYER_KERNELS = 8
+"""Kernels of a decoder's layer that Inductor does not write: seven products and attention."""
+
+
 def overheads(device: torch.device) -> Overheads:
-    """All of them, measured in about ten seconds, most of it compiling. Call it within a backend's session."""
-    few, many = _stack(FEW, device), _stack(MANY, device)
+    """All of them, measured in about twenty seconds, most of it compiling. Call it within a backend's session."""
     x = torch.randn(1, WIDTH, device=device)
     with torch.no_grad():
-        operators = _operators(many, x) - _operators(few, x)
-        eager = (host_seconds(lambda: many(x), device) - host_seconds(lambda: few(x), device)) / operators
-        blocks = MANY - FEW
-        whole = _slope(device, lambda count: _whole(count, device), x) / blocks
-        kernel = whole / COMPILED_KERNELS
-        region = max(0.0, _slope(device, lambda count: _regions(count, device), x) / blocks - whole)
+        eager = _eager(device)
+        kernel = _slope(device, lambda count: _whole(count, device), x) / (MANY - FEW) / COMPILED_KERNELS
+        region = max(0.0, _layer(device, kernel))
         captured = _captured(device) if device.type == "cuda" else 0.0
         call = _replay(device) if device.type == "cuda" else 0.0
     return Overheads(eager_operator=eager, compiled_kernel=kernel, captured_kernel=captured, compiled_region=region, call=call)
+
+
+def _eager(device: torch.device) -> float:
+    """Seconds of one operator of a decoder that nothing compiled; views are part of what the others cost."""
+    few, many = (_decoder(count, device) for count in LAYERS)
+    ids = _ids(device)
+    operators = _operators(many, ids) - _operators(few, ids)
+    return (_of_decoder(many, ids) - _of_decoder(few, ids)) / operators
+
+
+def _layer(device: torch.device, kernel: float) -> float:
+    """Seconds of entering one layer that is compiled by itself, without launching its kernels."""
+    ids = _ids(device)
+    metrics.reset()
+    few = _of_decoder(_compiled_layers(LAYERS[0], device), ids)
+    written = metrics.generated_kernel_count  # of the one program that all layers share; a cached program is not counted
+    many = _of_decoder(_compiled_layers(LAYERS[1], device), ids)
+    return (many - few) / (LAYERS[1] - LAYERS[0]) - kernel * (LAYER_KERNELS + written)
+
+
+def _compiled_layers(count: int, device: torch.device) -> nn.Module:
+    """A tiny decoder whose layers share one compiled program, as `compile` with `scope: block` has them."""
+    module, family = _decoder(count, device), Family()
+    for layer in module.model.layers:  # type: ignore[union-attr]  # the decoder's layers
+        compile_(layer, CompileOptions(dynamic=False, family=family))
+    return module
+
+
+def _decoder(count: int, device: torch.device) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=count,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    module: nn.Module = LlamaForCausalLM(made)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    return module.to(device).eval()
+
+
+def _ids(device: torch.device) -> Tensor:
+    return torch.arange(TOKENS, device=device).reshape(1, TOKENS)
+
+
+def _of_decoder(module: nn.Module, ids: Tensor) -> float:
+    return host_seconds(lambda: module(input_ids=ids, use_cache=False, logits_to_keep=1), ids.device)
 
 
 def direct_call(device: torch.device) -> float:
@@ -73,14 +129,6 @@ def _whole(count: int, device: torch.device) -> nn.Module:
     """All blocks as one compiled program."""
     module = _stack(count, device)
     compile_(module, CompileOptions(dynamic=False))
-    return module
-
-
-def _regions(count: int, device: torch.device) -> nn.Module:
-    """Each block compiled by itself, sharing one program, as `compile` with `scope: block` does it."""
-    module, family = _stack(count, device), Family()
-    for block in module.children():
-        compile_(block, CompileOptions(dynamic=False, family=family))
     return module
 
 
@@ -102,9 +150,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch shi
         return func(*args, **(kwargs or {}))
 
 
-def _operators(module: nn.Module, x: Tensor) -> int:
+def _operators(module: nn.Module, ids: Tensor) -> int:
     with _Counter() as counter:
-        module(x)
+        module(input_ids=ids, use_cache=False, logits_to_keep=1)
     return int(counter.count)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from optforge.measure.machine import attention, convolutions, elementwise, overheads, peaks, products
 from optforge.measure.machine.case import Case, cache_bytes, copies
-from optforge.measure.machine.clock import Call, Clock, Timed, clock_for
+from optforge.measure.machine.clock import Call, Clock, HostClock, Timed, clock_for
 from optforge.measure.machine.point import Overheads, Peaks, Point
 
 Tell = Callable[[str], Any]
@@ -119,7 +119,7 @@ class _Surveyor:
             return f"needs {(case.bytes + case.extra) / 1e9:.1f} GB"
         many = min(copies(case, self.cache), max(1, int(room // max(case.cold, 1))))
         try:
-            timed = self._timed(case.make(many))
+            timed = self._timed(case.make(many), self.clock if case.captures else HostClock(device=self.device))
         except (RuntimeError, NotImplementedError) as error:  # an operator that this build or device lacks is said, the rest is measured
             return str(error).strip().splitlines()[0]
         if timed.spread > USELESS:
@@ -143,10 +143,10 @@ class _Surveyor:
         peaks = self.known.peaks
         return max(case.flops / peaks.flops.get(case.dtype, peaks.flops["fp32"]), case.bytes / peaks.bandwidth_bytes_per_s)
 
-    def _timed(self, calls: list[Call]) -> Timed:
+    def _timed(self, calls: list[Call], clock: Clock) -> Timed:
         with torch.no_grad():
-            timed = self.clock.time(calls)
-            return min(timed, self.clock.time(calls), key=lambda one: one.spread) if timed.spread > NOISY else timed
+            timed = clock.time(calls)
+            return min(timed, clock.time(calls), key=lambda one: one.spread) if timed.spread > NOISY else timed
 
     def _launch(self, case: Case) -> float:
         """What of a case's time is launching it, and is predicted apart."""
