@@ -91,7 +91,8 @@ def test_b129_wheel_and_sdist_hold_every_config(dist: Path) -> None:
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
     assert {f"optforge/{name}" for name in configs} <= names
-    assert "optforge/py.typed" in names
+    assert {"optforge/py.typed", "hydra_plugins/optforge_launcher/launcher.py"} <= names
+    assert "hydra_plugins/__init__.py" not in names  # a namespace that other distributions share
     assert not any(name.startswith(("tests/", "conf/", "recipes/")) for name in names)
     with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
         members = {name.split("/", 1)[-1] for name in sdist.getnames()}
