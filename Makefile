@@ -1,17 +1,18 @@
 # make run    from nothing to a report: environment, model, text, one recipe for one accelerator
 # make test   the same environment, then the tests (minutes); make test-slow runs those that need real models
 # make lint   ruff and mypy
+# make docs   the generated pages: compatibility, schemas
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-EXTRAS := dev,hf,vision,xla
+EXTRAS := dev,hf,vision,sweep,xla
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: run test test-slow lint assets model clean
+.PHONY: run test test-slow lint docs assets model clean
 
 run: $(READY) model
 	$(BIN)/optforge run recipe=llama_fp8 hardware=a100
@@ -26,6 +27,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python -m optforge.plan.compatibility docs/compatibility.md
+	$(BIN)/python -m optforge.report.schema report > docs/report.schema.json
+	$(BIN)/python -m optforge.report.schema plan > docs/plan.schema.json
 
 # What `make run` needs: a language model and a text, pinned by sha256; a failure here is the end.
 model: $(READY)
