@@ -17,9 +17,9 @@ SKIPPED = ("--config",)
 
 
 def commands() -> list[list[str]]:
-    """Arguments of each `optforge run` or `optforge show` line, comments and redirections left out."""
+    """Arguments of each `optforge run`, `show` or `plan` line, comments and redirections left out."""
     found = []
-    for line in re.findall(r"^(?:    |\$ )optforge (?:run|show) (.+)$", README, flags=re.MULTILINE):
+    for line in re.findall(r"^(?:    |\$ )optforge (?:run|show|plan) (.+)$", README, flags=re.MULTILINE):
         first = line.split(" && ")[0].split(" > ")[0]
         found.append(shlex.split(first, comments=True))
     return found

@@ -118,7 +118,7 @@ def _formats(receipt: Receipt) -> Iterator[str]:
     scheme = receipt.decisions.get("scheme")
     if isinstance(scheme, dict) and scheme.get("weight_dtype") == "fp8":
         found = FORMATS[receipt.decisions["fp8_format"]]
-        yield f"fp8 is {found.name} there, largest value {found.maximum:g}"
+        yield f"fp8 is stored as {found.name}, largest value {found.maximum:g}"
 
 
 def _by_reason(skipped: dict[str, str]) -> list[Skipped]:

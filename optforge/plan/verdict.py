@@ -117,7 +117,7 @@ def _bound(verdict: Verdict, reference: SpeedRow, last: SpeedRow) -> str:
         return f"{words}; caches serve part of what the roofline takes from memory"
     verdict.at_most = verdict.gain * last.latency_ms / last.ideal_ms
     verdict.at_equal_efficiency = verdict.at_most * reference.ideal_ms / reference.latency_ms
-    return f"{words}: {verdict.at_equal_efficiency:.2g} times at equal efficiency, at most {verdict.at_most:.2g} times at the peaks"
+    return f"{words}: {verdict.at_equal_efficiency:.2f} times at equal efficiency, at most {verdict.at_most:.2f} times at the peaks"
 
 
 def _of_bytes(verdict: Verdict, study: Study, goal: str) -> None:

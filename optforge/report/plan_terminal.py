@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from optforge.plan.document import REFUSED, PlanFile, Study
+from optforge.report import plan_sections as sections
 from optforge.report import plan_view as view
 
 COLOURS = {"gain": "green", "no_gain": "yellow", "regression": "red", "does_not_fit": "red", "unknown": "yellow"}
@@ -22,7 +23,7 @@ LABELS = {
     "to fit": "cyan",
     "instead": "cyan",
 }
-NARROW = 110
+NARROW = 120
 """Columns below which tables keep only what the verdict needs."""
 
 
@@ -39,31 +40,36 @@ def _one(study: Study, console: Console) -> None:
     _say(console, f"[bold]Plan[/bold] {escape(view.title(study))}")
     _say(console, f"[dim]{view.LABEL}[/dim]")
     _head(console, "1 Steps, in the order in which they run")
-    _table(console, view.step_table(study))
-    _lines(console, view.step_lines(study))
+    _table(console, sections.step_table(study))
+    _lines(console, sections.step_lines(study))
     if study.fit is not None:
-        _head(console, f"2 Memory, predicted for each of {study.fit.devices} devices" if study.fit.devices > 1 else "2 Memory, predicted for one device")
-        _table(console, view.fit_table(study.fit))
+        _head(
+            console,
+            f"2 Memory, predicted for each of {study.fit.devices} devices"
+            if study.fit.devices > 1
+            else "2 Memory, predicted for one device",
+        )
+        _table(console, sections.fit_table(study.fit))
         if study.fit.fits is False:
-            _table(console, view.degree_table(study.fit))
-        _lines(console, view.fit_lines(study.fit))
+            _table(console, sections.degree_table(study.fit))
+        _lines(console, sections.fit_lines(study.fit))
     if study.speed is not None:
         _head(console, f"3 Speed, predicted for {study.target.get('name')}")
-        _table(console, view.speed_table(study.speed))
+        _table(console, sections.speed_table(study.speed))
         if study.speed.top:
             _say(console, "[dim]The ten costliest kernels of the whole recipe:[/dim]")
-            _table(console, view.top_table(study.speed))
-        _lines(console, view.speed_lines(study.speed))
+            _table(console, sections.top_table(study.speed))
+        _lines(console, sections.speed_lines(study.speed))
     if study.kernels is not None:
         _head(console, f"4 Kernels, compiled here for {study.target.get('arch')}")
-        _table(console, view.kernel_table(study.kernels))
-        _lines(console, view.kernel_lines(study.kernels))
+        _table(console, sections.kernel_table(study.kernels))
+        _lines(console, sections.kernel_lines(study.kernels))
     if study.xla is not None:
         _head(console, f"4 The program of one pass, compiled here by XLA for {study.target.get('arch')}")
-        _table(console, view.xla_table(study))
-        _lines(console, view.xla_lines(study.xla))
+        _table(console, sections.xla_table(study))
+        _lines(console, sections.xla_lines(study.xla))
     colour = COLOURS[study.verdict.outcome]
-    _say(console, f"\n[bold]5 Verdict: [{colour}]{view.OUTCOMES[study.verdict.outcome]}[/][/bold]")
+    _say(console, f"\n[bold]5 Verdict: [{colour}]{view.headline(study)}[/][/bold]")
     _lines(console, view.verdict_lines(study))
     _next(console, study)
 
@@ -74,10 +80,10 @@ def _next(console: Console, study: Study) -> None:
     if verdict.why:
         _lines(console, [("note", verdict.why)])
     if verdict.command:
-        console.print(f"[cyan]next[/]        {escape(verdict.command)}", highlight=False, soft_wrap=True)
+        console.print(f"[cyan]next[/]          {escape(verdict.command)}", highlight=False, soft_wrap=True)
     if verdict.instead:
-        _lines(console, [("or faster", f"predicted, quality {verdict.instead_quality}:")])
-        console.print(f"[cyan]or[/]          {escape(verdict.instead)}", highlight=False, soft_wrap=True)
+        _lines(console, [("or", f"predicted to be faster; quality risk {verdict.instead_quality}:")])
+        console.print(f"              {escape(verdict.instead)}", highlight=False, soft_wrap=True)
 
 
 def _several(studies: Sequence[Study], console: Console) -> None:
@@ -88,14 +94,14 @@ def _several(studies: Sequence[Study], console: Console) -> None:
     _lines(console, [("refused", f"{who}: {why}") for who, why in view.refusals(studies)])
     for study in studies:
         if study.verdict.command:
-            console.print(f"[cyan]next[/]        {escape(study.verdict.command)}", highlight=False, soft_wrap=True)
+            console.print(f"[cyan]next[/]          {escape(study.verdict.command)}", highlight=False, soft_wrap=True)
 
 
 def _head(console: Console, text: str) -> None:
     _say(console, f"\n[bold]{escape(text)}[/bold]")
 
 
-def _table(console: Console, table: view.Table) -> None:
+def _table(console: Console, table: sections.Table) -> None:
     if not table.rows:
         return
     if console.width < NARROW:
@@ -112,10 +118,10 @@ def _table(console: Console, table: view.Table) -> None:
     console.print(drawn)
 
 
-def _lines(console: Console, lines: Iterable[view.Line]) -> None:
+def _lines(console: Console, lines: Iterable[sections.Line]) -> None:
     """Label and text in two columns, so that a long text stays beside its label."""
     grid = RichTable.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, min_width=10)
+    grid.add_column(no_wrap=True, min_width=12)
     grid.add_column(overflow="fold")
     for label, text in lines:
         grid.add_row(f"[{LABELS.get(label, 'dim')}]{escape(label)}[/]", escape(text))

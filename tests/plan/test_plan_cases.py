@@ -91,8 +91,8 @@ def test_b40_the_target_decides_the_8_bit_float(plan: Plan) -> None:
     done = plan("recipe=llama_fp8", "hardware=mi300x,h100", *SMALL)
     assert done.code == 0, done.errors
     amd, nvidia = ([note for step in one["steps"] for note in step["notes"]] for one in done.plans)
-    assert "fp8 is e4m3fnuz there, largest value 240" in amd
-    assert "fp8 is e4m3fn there, largest value 448" in nvidia
+    assert "fp8 is stored as e4m3fnuz, largest value 240" in amd
+    assert "fp8 is stored as e4m3fn, largest value 448" in nvidia
 
 
 @pytest.mark.case("B41")
@@ -122,7 +122,7 @@ def test_b45_a_predicted_slow_down_is_called_a_regression(plan: Plan) -> None:
     """A TPU v6e has no fp8 units: the weights are converted on the way, and the plan counts the bytes of that."""
     done = plan("recipe=llama_fp8", "hardware=tpu_v6e", *SMALL, "workload=decode")
     assert done.code == 0, done.errors
-    assert "5 Verdict: regression expected" in done.out.splitlines()
+    assert any(line.startswith("5 Verdict: regression") for line in done.out.splitlines())
     row = next(line for line in done.lines("weights") if "tok/s" in line)
     assert row.rstrip().endswith("times: slower")
     assert ": slower, against the compiled baseline" in done.said("gain")

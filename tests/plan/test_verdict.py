@@ -10,6 +10,7 @@ import pytest
 
 from optforge.plan import recorded, verdict
 from optforge.plan.document import Change, Fit, FitRow, Recorded, Source, Speed, SpeedRow, StepPlan, Study
+from optforge.report import plan_sections as sections
 from optforge.report import plan_view as view
 from optforge.spec import Downgrade
 
@@ -74,7 +75,7 @@ def test_a_gain_carries_its_band_and_its_bound() -> None:
     said = judged(planned()).verdict
     assert (said.outcome, said.gain) == ("gain", 2.0)
     assert said.sentence == "at the published peaks alone 2.00 times (1.64 to 2.44): faster, against the compiled baseline"
-    assert said.bound == "memory bound: 2 times at equal efficiency, at most 4 times at the peaks"
+    assert said.bound == "memory bound: 2.00 times at equal efficiency, at most 4.00 times at the peaks"
     assert said.command == "optforge run recipe=llama_fp8 hardware=h100"
 
 
@@ -84,7 +85,7 @@ def test_b45_a_predicted_slow_down_is_a_regression_in_the_table_and_in_the_verdi
     study.speed.rows[2].vs_reference, study.speed.rows[2].outcome = 0.5, "regression"
     assert study.verdict.outcome == "regression"
     assert "0.50 times" in study.verdict.sentence and "slower" in study.verdict.sentence
-    assert view.expected(study.speed.rows[2], study.speed) == "0.50 times: slower"
+    assert sections.predicted(study.speed.rows[2], study.speed) == "0.50 times: slower"
     (row,) = view.comparison([study]).rows
     assert "0.50 times: regression" in row and not any("gain" in cell or "faster" in cell for cell in row)
 
@@ -96,6 +97,7 @@ def test_b45_a_recipe_that_was_measured_slower_on_this_device_is_no_gain_whateve
     found = recorded.recorded(schemes=["quantize/fp8_dynamic"], recipe="llama_fp8", model="smollm2_135m", device="h200", backend="nvidia")
     judged(study, found=tuple(found))
     assert study.verdict.outcome == "regression"
+    assert view.headline(study) == "regression, as measured before"
     assert study.verdict.measured.startswith("0.93 times: slower for smollm2_135m on h200 (2026-11-30)")
     assert "1.47 times: faster for llama3_8b on h200" in study.verdict.measured
 
@@ -103,7 +105,9 @@ def test_b45_a_recipe_that_was_measured_slower_on_this_device_is_no_gain_whateve
 def test_only_a_calibrated_prediction_is_called_expected() -> None:
     study = planned()
     study.speed.calibration = Source(name="h200", device="NVIDIA H200", exact=False, source="a file")
+    assert view.headline(judged(planned())) == "gain at the published peaks"
     assert judged(study).verdict.sentence.startswith("expected 2.00 times")
+    assert view.headline(study) == "gain expected"
 
 
 def test_a_memory_recipe_says_what_it_costs_in_time() -> None:
