@@ -54,15 +54,15 @@ def _has_quality(run: Mapping[str, Any]) -> bool:
     return run["perplexity_increase"] is not None or run["top1_drop"] is not None
 
 
-def quality(found: Sequence[Recorded], *, schemes: Sequence[str], model: str) -> str:
-    """The risk in words: the worst recorded run of the same model, else of others, which are named."""
+def quality(found: Sequence[Recorded], *, schemes: Sequence[str], model: str, recipe: str = "") -> str:
+    """The risk in words: the worst recorded run of the same model, else of the same recipe, else of any, which is named."""
     if not schemes:
         return "no step changes the precision of the numbers"
     judged = [run for run in found if _loss(run) is not None]
     if not judged:
         return f"unknown: no recorded run of {', '.join(_short(scheme) for scheme in schemes)}"
     own = [run for run in judged if run.same_model]
-    worst = max(own or judged, key=lambda run: _loss(run) or 0.0)
+    worst = max(own or [run for run in judged if run.recipe == recipe] or judged, key=lambda run: _loss(run) or 0.0)
     where = f"{_short(worst.scheme)} on {worst.model} ({worst.device}, {worst.date})"
     other = "" if own else f"; no recorded run on {model}, so yours may differ"
     return f"{_risk(_loss(worst) or 0.0)}: {_loss_text(worst)} for {where}{other}"

@@ -49,7 +49,8 @@ def judge(study: Study, *, goal: str, found: Sequence[Recorded]) -> Verdict:
     """
     schemes = changing(study)
     verdict = Verdict(fit=_fit(study.fit), downgrade="; ".join(_downgrades(study.downgrades)), recorded=list(found))
-    verdict.quality = recorded.quality(found, schemes=schemes, model=str(study.model.get("name")))
+    names = {key: str(part.get("name")) for key, part in (("model", study.model), ("recipe", study.recipe))}
+    verdict.quality = recorded.quality(found, schemes=schemes, **names)
     if goal in ("latency", "throughput"):
         _of_time(verdict, study)
     else:
