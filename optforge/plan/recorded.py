@@ -81,7 +81,7 @@ def _loss_text(run: Recorded) -> str:
     if run.perplexity_increase is not None:
         return f"perplexity {figures.percent(run.perplexity_increase, signed=True)}"
     agreed = f", {figures.percent(run.agreement)} of answers agree" if run.agreement is not None else ""
-    return f"top-1 {figures.percent(-(run.top1_drop or 0.0), signed=True)}{agreed}"
+    return f"top-1 {figures.percent(0.0 - (run.top1_drop or 0.0), signed=True)}{agreed}"
 
 
 def _risk(loss: float) -> str:
