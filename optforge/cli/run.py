@@ -6,12 +6,12 @@ the lock, because Hydra's own pattern gives two runs of one second the same one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from optforge import config, preflight
 from optforge.cli.job import Settings, exit_code, hydra_main
-from optforge.cli.sweep import sweep_command, value_of
 from optforge.config import Arguments
 from optforge.config.store import quoted
 
@@ -49,6 +49,8 @@ def run_command(request: Request) -> int:
     if any(flag.split("=", 1)[0] in QUESTIONS for flag in arguments.hydra):
         return exit_code(hydra_main([*arguments.hydra, *arguments.overrides], settings))
     if arguments.multirun:
+        from optforge.cli.sweep import sweep_command
+
         return sweep_command(arguments, settings, QUIET)
     return exit_code(hydra_main([*arguments.hydra, *QUIET, *arguments.overrides, *_run_folder(arguments, cwd)], settings))
 
@@ -67,6 +69,12 @@ def _run_folder(arguments: Arguments, cwd: Path) -> list[str]:
 def _claim(named: str, cwd: Path, override: str) -> None:
     if "${" not in named:  # what Hydra still has to fill in is claimed by Hydra
         preflight.claim(cwd / named, override)
+
+
+def value_of(overrides: Sequence[str], key: str) -> str | None:
+    """The last value given to `key`, without quotes, or None."""
+    values = [text.partition("=")[2] for text in overrides if text.partition("=")[0].lstrip("+") == key]
+    return values[-1].strip("'\"") if values else None
 
 
 def _override(key: str, folder: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from optforge import config, environment, preflight, verdicts
 from optforge.cli.job import Settings, hydra_main
+from optforge.cli.run import value_of
 from optforge.config import Arguments
 from optforge.config.store import quoted
 from optforge.errors import EXIT_LIMIT, EXIT_OK, ConfigError, Problem
@@ -133,12 +134,6 @@ def _with_stored(arguments: Arguments, cwd: Path) -> Arguments:
     given = {key_of(text) for text in arguments.overrides}
     kept = [text for text in parsed.overrides if key_of(text) not in given]
     return replace(arguments, overrides=(*kept, *arguments.overrides))
-
-
-def value_of(overrides: Sequence[str], key: str) -> str | None:
-    """The last value given to `key`, without quotes, or None."""
-    values = [text.partition("=")[2] for text in overrides if key_of(text) == key]
-    return values[-1].strip("'\"") if values else None
 
 
 def _without_resume(overrides: Sequence[str]) -> list[str]:

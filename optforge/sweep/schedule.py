@@ -41,7 +41,7 @@ def run(session: Session, jobs: Sequence[Job], hydra: Sequence[str] = ()) -> Non
 
 def _of_the_sweep(override: str) -> bool:
     key = key_of(override)
-    return key in LOGGING or any(key == ours or key.startswith(f"{ours}.") for ours in OF_THE_SWEEP)
+    return key in LOGGING or any(key == ours or key.startswith((f"{ours}.", f"{ours}/")) for ours in OF_THE_SWEEP)
 
 
 class _Schedule:
