@@ -20,7 +20,7 @@ from torch import Tensor
 from optforge.kernels import attention as _operators  # noqa: F401 - defines optforge::grouped_attention
 from optforge.measure.machine.case import TORCH, Case, random, warm
 from optforge.measure.machine.clock import Call
-from optforge.measure.machine.point import ATTENTION, BACKWARD
+from optforge.measure.machine.point import ATTENTION, BACKWARD, COPY
 
 SDPA, GROUPED = "aten.scaled_dot_product_attention", "optforge.grouped_attention"
 BACKWARD_PRODUCTS = 2.5
@@ -89,6 +89,19 @@ def decode(device: torch.device) -> Iterator[Case]:
                 yield shape.case(SDPA, "masked", partial(_masked, shape, device), cold=cache)
 
 
+def repeats(device: torch.device) -> Iterator[Case]:
+    """The copy that repeats a layer's cached keys or values to the query's heads, out of memory that was not just read."""
+    cpu = device.type == "cpu"
+    for length in (160, 544, 1056) if cpu else (544, 160, 1056, 2080):
+        for batch in (1, 4, 8) if cpu else (1, 4, 16, 64):
+            for model in (SMOLLM2,) if cpu else (LLAMA_8B, LLAMA_1B):
+                read = 2.0 * batch * model.groups * length * model.width
+                size = (batch, model.groups, model.heads // model.groups, length, model.width)
+                moved = read * (1 + size[2])
+                make = partial(_repeated, size, device)
+                yield Case(kind=COPY, name="aten.clone", dtype="bf16", size=size, bytes=moved, cold=read, make=make)
+
+
 def backward(device: torch.device) -> Iterator[Case]:
     """The backward pass of causal attention, through autograd."""
     for batch, tokens in ((4, 4096), (1, 4096), (4, 2048), (8, 512)):
@@ -112,6 +125,12 @@ def _masked(shape: Shape, device: torch.device, copies: int) -> list[Call]:
     mask = (torch.arange(shape.keys, device=device) < shape.keys - UNSEEN).expand(shape.batch, 1, 1, shape.keys)
     q, k, v = (tensor.contiguous() for tensor in shape.operands(device))  # as transformers' repeated copies lie
     return [partial(F.scaled_dot_product_attention, q, k.clone(), v.clone(), mask) for _ in range(copies)]
+
+
+def _repeated(size: tuple[int, ...], device: torch.device, copies: int) -> list[Call]:
+    batch, groups, _, length, width = size
+    caches = (random((batch, groups, 1, length, width), torch.bfloat16, device).expand(size) for _ in range(copies))
+    return [partial(torch.clone, cache, memory_format=torch.contiguous_format) for cache in caches]
 
 
 def _backward(shape: Shape, device: torch.device, copies: int) -> list[Call]:

@@ -36,6 +36,9 @@ class Case:
     """Bytes that making the case takes beside its operands, at most."""
     captures: bool = True
     """Its calls can be captured in a CUDA graph; otherwise the host launches them, which must be little beside their time."""
+    apart: bool = False
+    """In a model other kernels run between two of these. Without one between them, cuBLAS begins a product on CUDA before the
+    product before it has ended, and hides a microsecond of each."""
     compiled: bool = False
     """A program of Inductor's is called, so entering it is in the time."""
     make: Callable[[int], list[Call]]

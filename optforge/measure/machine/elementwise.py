@@ -38,7 +38,6 @@ SINGLE: dict[str, tuple[str, float, Callable[[Tensor, Tensor], Any]]] = {
     "aten.pow": (POINTWISE, 2, lambda x, y: x.pow(2)),
     "aten.neg": (POINTWISE, 2, lambda x, y: -x),
     "aten.hardtanh": (POINTWISE, 2, lambda x, y: F.relu6(x)),
-    "aten.clone": (COPY, 2, lambda x, y: x.clone()),
     "aten.cat": (COPY, 4, lambda x, y: torch.cat((x, y), -1)),
     "aten.mean": (REDUCTION, 1, lambda x, y: x.mean(-1, keepdim=True)),
     "aten._softmax": (REDUCTION, 2, lambda x, y: x.softmax(-1)),
@@ -122,8 +121,20 @@ def fused(device: torch.device) -> Iterator[Case]:
     for dtype, rows in (("fp32", FP32_ROWS), ("bf16", BF16_ROWS)):
         program = _Fused(POINTWISE, dtype, _residual, (rows, rows), 3 * TORCH[dtype].itemsize)
         yield from program.cases(device, 144, (784, 3136, 25088, 100352))
-    for width in (128256, 49152) if cuda else (49152,):
-        yield from _Fused(REDUCTION, "int64", _argmax, (BF16_ROWS,), 2, name="aten.argmax").cases(device, width, (1, 4, 16, 64))
+
+
+def choices(device: torch.device) -> Iterator[Case]:
+    """The most likely token, which workloads choose outside of what is compiled."""
+    for width in (128256, 49152) if device.type == "cuda" else (49152,):
+        for rows in (1, 4, 16, 64):
+            yield Case(
+                kind=REDUCTION,
+                name="aten.argmax",
+                dtype="int64",
+                size=(rows, 1, width),
+                bytes=2.0 * rows * width + 8 * rows,
+                make=warm(_argmax, partial(_tensors, ((rows, 1, width),), torch.bfloat16, device)),
+            )
 
 
 Input = tuple[str, torch.dtype]
@@ -134,7 +145,8 @@ SCALES, CHANNELS = ("scales", torch.float32), ("channels", torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Fused:
-    """A small function that Inductor compiles: one program for one row, and one for every other number."""
+    """A small function that Inductor compiles: on CUDA a program for each size, as blocks are compiled; on a CPU, where each takes
+    seconds, one program for one row and one for every other number."""
 
     kind: str
     dtype: str
@@ -142,24 +154,27 @@ class _Fused:
     inputs: tuple[Input, ...]
     per_element: float
     """Bytes read and written for each of rows x width."""
-    name: str = FUSED
 
     def cases(self, device: torch.device, width: int, many: Sequence[int]) -> Iterator[Case]:
+        cuda = device.type == "cuda"
         programs = {single: torch.compile(self.function) for single in (True, False)}
         for rows in many:
             yield Case(
                 kind=self.kind,
-                name=self.name,
+                name=FUSED,
                 dtype=self.dtype,
                 size=(rows, width),
                 bytes=self.per_element * rows * width,
                 compiled=True,
-                make=partial(self._make, programs[rows == 1], rows, width, device),
+                make=partial(self._make, None if cuda else programs[rows == 1], rows, width, device),
             )
 
-    def _make(self, program: Callable[..., Any], rows: int, width: int, device: torch.device, copies: int) -> list[Call]:
+    def _make(self, program: Callable[..., Any] | None, rows: int, width: int, device: torch.device, copies: int) -> list[Call]:
         shapes = {"rows": (rows, width), "twice": (rows, 2 * width), "scales": (rows, 1), "channels": (width,)}
         tensors = [random(shapes[shape], dtype, device) for shape, dtype in self.inputs]
+        if program is None:
+            torch._dynamo.reset()  # programs of one function are limited in number, and beyond it the function runs eagerly
+            return [partial(torch.compile(self.function, dynamic=False), *tensors)]
         for tensor in tensors if rows > 1 else ():
             if tensor.ndim > 1:
                 torch._dynamo.mark_dynamic(tensor, 0)

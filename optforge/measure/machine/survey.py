@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -88,11 +89,13 @@ def cases(device: torch.device) -> Iterator[Case]:
         products.batched(device),
         attention.prefill(device),
         attention.decode(device),
+        attention.repeats(device),
         elementwise.fused(device),
         convolutions.convolutions(device),
         elementwise.eager(device),
         elementwise.batch_norms(device),
         elementwise.lookups(device),
+        elementwise.choices(device),
         elementwise.updates(device),
     ]
     if cuda:
@@ -119,7 +122,7 @@ class _Surveyor:
             return f"needs {(case.bytes + case.extra) / 1e9:.1f} GB"
         many = min(copies(case, self.cache), max(1, int(room // max(case.cold, 1))))
         try:
-            timed = self._timed(case.make(many), self.clock if case.captures else HostClock(device=self.device))
+            timed = self._timed(self._spaced(case, case.make(many)), self.clock if case.captures else HostClock(device=self.device))
         except (RuntimeError, NotImplementedError) as error:  # an operator that this build or device lacks is said, the rest is measured
             return str(error).strip().splitlines()[0]
         if timed.spread > USELESS:
@@ -143,6 +146,18 @@ class _Surveyor:
         peaks = self.known.peaks
         return max(case.flops / peaks.flops.get(case.dtype, peaks.flops["fp32"]), case.bytes / peaks.bandwidth_bytes_per_s)
 
+    def _spaced(self, case: Case, calls: list[Call]) -> list[Call]:
+        """The calls, each followed by the smallest kernel where they are to run apart."""
+        if not case.apart:
+            return calls
+        between = torch.ones(1, device=self.device)
+
+        def spaced(call: Call) -> None:
+            call()
+            between.add_(1.0)
+
+        return [partial(spaced, call) for call in calls]
+
     def _timed(self, calls: list[Call], clock: Clock) -> Timed:
         with torch.no_grad():
             timed = clock.time(calls)
@@ -152,5 +167,5 @@ class _Surveyor:
         """What of a case's time is launching it, and is predicted apart."""
         known = self.known.overheads
         if self.device.type == "cuda":
-            return known.captured_kernel
+            return (1 + case.apart) * known.captured_kernel
         return known.compiled_region + known.compiled_kernel if case.compiled else self.direct
