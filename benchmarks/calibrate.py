@@ -2,6 +2,7 @@
 
     python benchmarks/calibrate.py --device cpu --out conf/calibration/cpu.yaml
     python benchmarks/calibrate.py --device cuda --out conf/calibration/h200.yaml --seconds 220
+    python benchmarks/calibrate.py --device cuda --out conf/calibration/h200.yaml --only aten.clone     # these again, the rest stays
 
 Single operators on random numbers, never a model: benchmarks/prediction.py holds predictions against whole models, and the two
 share no point. A file that is replaced loses the errors that prediction.py recorded in it, since they were of other points. Run it
@@ -14,12 +15,15 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from optforge import config, registry
 from optforge.cli.hardware import teller
-from optforge.measure.machine.survey import survey
+from optforge.measure.machine.point import Point
+from optforge.measure.machine.survey import Survey, survey
 from optforge.plan import calibration_file, measured
+from optforge.plan.calibration import Calibration
 from optforge.plan.devices import profile_name
 
 BACKENDS = {"cpu": "cpu", "cuda": "nvidia"}
@@ -30,7 +34,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=sorted(BACKENDS), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     parser.add_argument("--seconds", type=float, default=280.0, help="no operator begins after this many")
+    parser.add_argument("--only", default="", help="measure the operators whose title holds this text, and add them to the file")
     return parser.parse_args()
+
+
+def added(result: Survey, before: Calibration) -> Survey:
+    """The points of the file, those measured again in their new form; the overheads stay what they were."""
+
+    def key(point: Point) -> tuple[object, ...]:
+        return point.kind, point.name, point.dtype, point.detail, point.phase, point.size
+
+    points = {key(point): point for point in (*before.points, *result.points)}
+    return replace(result, points=list(points.values()), overheads=before.overheads)
 
 
 def main() -> None:
@@ -41,7 +56,9 @@ def main() -> None:
         sys.exit(f"there is no {options.device} device here")
     tell(f"load average {os.getloadavg()[0]:.1f}")
     with backend.session(0):
-        result = survey(backend.torch_device(), tell, budget_s=options.seconds)
+        result = survey(backend.torch_device(), tell, budget_s=options.seconds, only=options.only)
+    if options.only and options.out.exists():
+        result = added(result, calibration_file.read(options.out))
     published = profile_name(seen.name)
     named = config.hardware(published).name if published is not None else measured.described(seen, backend, result.peaks)
     command = shlex.join(["python", "benchmarks/calibrate.py", *sys.argv[1:]])

@@ -118,8 +118,7 @@ class Calibration:
 
     def _like(self, kernel: g.Kernel) -> tuple[Sequence[Point], str]:
         """The points that speak for a kernel, and how near they come to it."""
-        name = _named(kernel)
-        same = self._by_name.get((kernel.kind, name, kernel.dtype), ())
+        same: Sequence[Point] = next(filter(None, (self._by_name.get((*names, kernel.dtype)) for names in _names(kernel))), ())
         narrowed = [point for point in same if (point.phase == BACKWARD) == (kernel.phase == BACKWARD)] or same
         narrowed = [point for point in narrowed if point.detail == kernel.detail] or narrowed
         if narrowed:
@@ -208,9 +207,17 @@ def _work(item: g.Kernel | Point) -> tuple[float, float]:
     return 0.0, item.bytes
 
 
+def _names(kernel: g.Kernel) -> list[tuple[str, str]]:
+    """Kinds and names that points of such a kernel bear, the nearest first. What a compiler wrote has no operator's name, unless it
+    was measured for itself (`fused aten.clone`)."""
+    if not kernel.compiled and kernel.operators == 1:
+        return [(kernel.kind, kernel.name)]
+    loops = g.REDUCTION if kernel.kind == g.REDUCTION else g.POINTWISE
+    return [(kernel.kind, f"{FUSED} {kernel.name}"), (loops, FUSED)]
+
+
 def _named(kernel: g.Kernel) -> str:
-    """The name that points of such a kernel bear: what a compiler merged has no operator's name."""
-    return FUSED if kernel.operators > 1 else kernel.name
+    return _names(kernel)[-1][1]
 
 
 def _grouped(points: Iterable[Point], key: Callable[[Point], tuple[str, ...]]) -> dict[tuple[str, ...], list[Point]]:

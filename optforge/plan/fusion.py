@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from optforge.plan.flow import Flow, elements, is_pure
-from optforge.plan.graph import BACKWARD, FORWARD, FUSIBLE, POINTWISE, REDUCTION, UPDATE, Access, Graph, Kernel, Operator
+from optforge.plan.graph import BACKWARD, FORWARD, FUSIBLE, OUTSIDE, POINTWISE, REDUCTION, UPDATE, Access, Graph, Kernel, Operator
 
 WINDOW = 512
 """Operators back to which a merge is looked for. A compiler's own window is of that size, and memory stays small."""
@@ -26,6 +26,9 @@ what follows the reduction starts anew."""
 
 PARTS = 2
 """Readers of parts of a value up to which each works its own part out anew."""
+
+CACHE = "cache"
+"""The role of what a workload keeps from one pass to the next."""
 
 EAGER = None
 """The region of an operator that no compiler sees."""
@@ -56,7 +59,7 @@ def region_of(module: str, phase: str, regions: Iterable[str]) -> str | None:
 
     The backward pass of compiled modules is compiled with them; it has no module paths and counts as one region.
     """
-    if phase == UPDATE:
+    if phase == UPDATE or module == OUTSIDE:
         return EAGER
     if phase == BACKWARD:
         return BACKWARD if any(True for _ in regions) else EAGER
@@ -103,6 +106,8 @@ class _Group:
     ends: bool
     """It ends in a reduction over rows that are too long to go over again."""
     bits: int
+    kept: frozenset[int] = frozenset()
+    """Values that outlive the pass and are written in place: a compiler gives each a kernel of its own."""
     before: int = 0
     """All operators that must have run before it."""
     sources: set[int] = field(default_factory=set)
@@ -157,6 +162,7 @@ class _Merger:
             rows=elements if operator.kind == REDUCTION and elements < loop else None,
             ends=operator.kind == REDUCTION and loop > LARGEST_ROW * elements,
             bits=1 << number,
+            kept=frozenset(access.key for access in operator.writes if self.graph.values[access.key].role == CACHE),
             before=before,
             sources=sources,
         )
@@ -164,6 +170,8 @@ class _Merger:
     def _fits(self, first: _Group, second: _Group) -> bool:
         """Whether one loop can do both; `first` starts earlier."""
         if not first.fusible or first.region != second.region or second.members[0] - first.members[0] > WINDOW:
+            return False
+        if first.kept and second.kept and first.kept != second.kept:
             return False
         if first.rows is not None and second.rows is not None and (first.rows, first.elements) != (second.rows, second.elements):
             return False
@@ -224,6 +232,7 @@ class _Merger:
         first.rows = second.rows if first.rows is None else first.rows
         first.ends = first.ends or second.ends
         first.bits |= second.bits
+        first.kept |= second.kept
         first.sources |= second.sources
         first.before = (first.before | second.before) & ~first.bits
         for member in second.members:
@@ -243,7 +252,8 @@ class _Merger:
             reads += [access for access in operator.reads if self.flow.maker.get((member, access.key)) not in inside]
             if self.flow.persists(member) or not inside.issuperset(self.flow.readers[member]) or not self.flow.readers[member]:
                 writes += operator.writes
-        return _kernel(self.graph, [self.graph.operators[member] for member in members], reads, writes)
+        kernel = _kernel(self.graph, [self.graph.operators[member] for member in members], reads, writes)
+        return replace(kernel, compiled=self.groups[members[0]].fusible)
 
 
 def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access], writes: Iterable[Access]) -> Kernel:

@@ -16,6 +16,9 @@ OPTIMIZER, COLLECTIVE, UNKNOWN = "optimizer", "collective", "unknown"
 FUSIBLE = (EMBEDDING, POINTWISE, REDUCTION, COPY)
 """Kinds that a compiler merges with their neighbours; the others are kernels of their own."""
 
+OUTSIDE = "(workload)"
+"""Module path of what the workload does around the model, such as choosing a token; no compile step reaches it."""
+
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
@@ -51,7 +54,8 @@ class Operator:
     kind: str
     """One of the constants above."""
     module: str
-    """Dotted path of the module whose forward called it; empty for the backward pass and for what the workload does itself."""
+    """Dotted path of the module whose forward called it, empty for the model itself; `OUTSIDE` for what the workload does; empty in
+    the backward pass."""
     phase: str = FORWARD
     dtype: str
     """Of the operands that are multiplied, for products (`fp32 bf16 fp16 fp8 int8`), else of the first output."""
@@ -126,3 +130,5 @@ class Kernel:
     """Read from and written to memory; values within a merged kernel are neither."""
     operators: int = 1
     """Dispatched operators that it stands for."""
+    compiled: bool = False
+    """A compiler wrote it; otherwise it is PyTorch's or a library's."""

@@ -77,7 +77,7 @@ def _record(module: nn.Module, call: Any, kept: Iterable[Tensor]) -> g.Graph:
         try:
             recorder.finish(call())
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
-            where = f" in {recorder.path}" if recorder.path else ""
+            where = f" in {recorder.path}" if recorder.path not in ("", g.OUTSIDE) else ""
             recorder.graph.unknown = f"the model cannot be followed on meta tensors{where}: {str(error).strip().splitlines()[0]}"
             log.info("trace ended early", exc_info=error)
     recorder.close()
@@ -90,7 +90,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
     def __init__(self, module: nn.Module, kept: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         self.graph = g.Graph()
-        self.path = ""
+        self.path = g.OUTSIDE
         self._module = module
         self._living: dict[int, tuple[int, Any]] = {}  # address of a storage -> its key, and what tells when it dies
         self._constants = _Constants()

@@ -20,7 +20,7 @@ from torch import Tensor
 from optforge.kernels import attention as _operators  # noqa: F401 - defines optforge::grouped_attention
 from optforge.measure.machine.case import TORCH, Case, random, warm
 from optforge.measure.machine.clock import Call
-from optforge.measure.machine.point import ATTENTION, BACKWARD, COPY
+from optforge.measure.machine.point import ATTENTION, BACKWARD, COPY, FUSED
 
 SDPA, GROUPED = "aten.scaled_dot_product_attention", "optforge.grouped_attention"
 BACKWARD_PRODUCTS = 2.5
@@ -98,8 +98,9 @@ def repeats(device: torch.device) -> Iterator[Case]:
                 read = 2.0 * batch * model.groups * length * model.width
                 size = (batch, model.groups, model.heads // model.groups, length, model.width)
                 moved = read * (1 + size[2])
-                make = partial(_repeated, size, device)
-                yield Case(kind=COPY, name="aten.clone", dtype="bf16", size=size, bytes=moved, cold=read, make=make)
+                for name, compiled in (("aten.clone", False), (f"{FUSED} aten.clone", True)):
+                    make = partial(_repeated, size, device, compiled)
+                    yield Case(kind=COPY, name=name, dtype="bf16", size=size, bytes=moved, cold=read, compiled=compiled, make=make)
 
 
 def backward(device: torch.device) -> Iterator[Case]:
@@ -127,10 +128,14 @@ def _masked(shape: Shape, device: torch.device, copies: int) -> list[Call]:
     return [partial(F.scaled_dot_product_attention, q, k.clone(), v.clone(), mask) for _ in range(copies)]
 
 
-def _repeated(size: tuple[int, ...], device: torch.device, copies: int) -> list[Call]:
+def _repeated(size: tuple[int, ...], device: torch.device, compiled: bool, copies: int) -> list[Call]:
     batch, groups, _, length, width = size
-    caches = (random((batch, groups, 1, length, width), torch.bfloat16, device).expand(size) for _ in range(copies))
-    return [partial(torch.clone, cache, memory_format=torch.contiguous_format) for cache in caches]
+    caches = [random((batch, groups, 1, length, width), torch.bfloat16, device) for _ in range(copies)]
+    if not compiled:
+        return [partial(torch.clone, cache.expand(size), memory_format=torch.contiguous_format) for cache in caches]
+    torch._dynamo.reset()  # programs of one function are limited in number, and beyond it the function runs eagerly
+    program = torch.compile(lambda cache: cache.expand(size).clone(memory_format=torch.contiguous_format), dynamic=False)
+    return [partial(program, cache) for cache in caches]
 
 
 def _backward(shape: Shape, device: torch.device, copies: int) -> list[Call]:
