@@ -190,6 +190,7 @@ class Bench:
 
     def _measure(self, case: Case, row: str, plan: Plan, result: Result, predicted: Study) -> None:
         loaded = self._model(case, plan)
+        loaded.module.zero_grad(set_to_none=True)  # of a training case before
         workload = plan.run.workload.source
         work = workload.prepare(loaded, plan.run.data.source, self.device, plan.run.seed)
         module = loaded.module
