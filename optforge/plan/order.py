@@ -27,6 +27,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("quantize", "prune"): "a mask cannot reach weights that are already quantized",
     ("shard", "quantize"): "sharded weights cannot be quantized: shard must be the last weight transform",
     ("shard", "prune"): "sharded weights cannot be pruned: shard must be the last weight transform",
+    ("shard", "shard"): "one step decides the whole mesh: write its degrees together, as in use: shard/mesh",
     ("shard", "fuse"): "sharded weights cannot be fused: shard must be the last weight transform",
 }
 """(kind written first, kind written later) -> why sorting them silently would hide a mistake."""
@@ -92,7 +93,7 @@ def _refused(steps: Sequence[Step]) -> list[Problem]:
                     Problem(
                         where=f"steps {earlier.name} and {later.name}",
                         what=f"{later.kind} is written after {earlier.kind}: {why}",
-                        fix=f"write {later.name} before {earlier.name}",
+                        fix=f"write {later.name} before {earlier.name}" if later.kind != earlier.kind else f"drop one, '~steps.{later.name}'",
                     )
                 )
     return problems
