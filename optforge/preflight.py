@@ -41,6 +41,11 @@ def comparison_folder(root: Path, now: datetime | None = None) -> Path:
     return _exclusive(root / "comparisons", _stamp(now), "--html FILE")
 
 
+def gate_folder(root: Path, now: datetime | None = None) -> Path:
+    """Makes and returns `root/gates/<date>_<time>[-n]`; see `run_folder`."""
+    return _exclusive(root / "gates", _stamp(now), "run it in a folder that can be written")
+
+
 def claim(folder: Path, override: str = RUN_OVERRIDE) -> Path:
     """Makes the folder that the user named, if it is not there, and proves that it can be written.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from optforge import environment
 from optforge.errors import OutOfMemory, Terminated, message
-from optforge.measure import memory
+from optforge.measure import contention, memory
 from optforge.plan.make import Plan
 from optforge.report import store
 from optforge.spec import Hardware, Json, Report
@@ -29,11 +29,13 @@ class Record:
     def __init__(self, plan: Plan, folder: Path | None) -> None:
         self.plan, self.folder = plan, folder
         self.started = time.perf_counter()
+        self.watch = contention.watch(plan.backend.torch_device())
         self.report = _new(plan, folder)
 
     def write(self) -> None:
         """Replaces the files in the folder by what is known now."""
         self.report.seconds = time.perf_counter() - self.started
+        self.report.environment.update(self.watch.read())
         if self.folder is not None:
             store.write(self.report, self.folder)
 

@@ -167,6 +167,60 @@ def compare(
         raise typer.Exit(compare_command(Request(runs=tuple(runs or ()), by=by, anyway=anyway, files=files)))
 
 
+@app.command("gate")
+def gate(
+    *,
+    words: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="RUN | OVERRIDES", help="Folders of runs, or report.json files; with --ab, overrides of both sides.", show_default=False
+        ),
+    ] = None,
+    baseline: Annotated[Optional[Path], typer.Option("--baseline", metavar="FILE", help="What to hold the run against.")] = None,  # noqa: UP045
+    limits: Annotated[Optional[Path], typer.Option("--limits", metavar="FILE", help="Limits as YAML.")] = None,  # noqa: UP045
+    limit: Annotated[Optional[list[str]], typer.Option("--limit", metavar="LIMIT", help="Such as 'latency_ms.p50 <= +3%'.")] = None,  # noqa: UP045
+    update: Annotated[bool, typer.Option("--update", metavar="", help="Make the runs the new baseline.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", metavar="", help="Fail also where a limit is undecided.")] = False,
+    junit: Annotated[Optional[Path], typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,  # noqa: UP045
+    markdown: Annotated[Optional[Path], typer.Option("--markdown", metavar="FILE", help="Write a summary.")] = None,  # noqa: UP045
+    ab: Annotated[bool, typer.Option("--ab", metavar="", help="Run versions A and B in turns, and hold B against A.")] = False,
+    a: Annotated[Optional[list[str]], typer.Option("--a", metavar="OVERRIDES", help="Overrides of side A alone.")] = None,  # noqa: UP045
+    b: Annotated[Optional[list[str]], typer.Option("--b", metavar="OVERRIDES", help="Overrides of side B alone.")] = None,  # noqa: UP045
+    env_a: Annotated[Optional[Path], typer.Option("--env-a", metavar="PYTHON", help="Interpreter of side A.")] = None,  # noqa: UP045
+    env_b: Annotated[Optional[Path], typer.Option("--env-b", metavar="PYTHON", help="Interpreter of side B.")] = None,  # noqa: UP045
+    dir_a: Annotated[Optional[Path], typer.Option("--dir-a", metavar="FOLDER", help="Where side A starts: a git worktree.")] = None,  # noqa: UP045
+    dir_b: Annotated[Optional[Path], typer.Option("--dir-b", metavar="FOLDER", help="Where side B starts.")] = None,  # noqa: UP045
+    pairs: Annotated[Optional[int], typer.Option("--pairs", metavar="N", help="Pairs of processes with --ab.")] = None,  # noqa: UP045
+    debug: Debug = False,
+) -> None:
+    """Hold a run to limits, for CI: against a stored baseline, or two versions in one session.
+
+    Exit codes: 0 no limit missed; 1 crashed; 2 something to change; 3 a limit was missed.
+    """
+    with guard(debug=debug):
+        from optforge.cli.gate import Request, gate_command
+
+        request = Request(
+            words=tuple(words or ()),
+            baseline=baseline,
+            limits=limits,
+            limit=tuple(limit or ()),
+            update=update,
+            strict=strict,
+            junit=junit,
+            markdown=markdown,
+            ab=ab,
+            a=tuple(a or ()),
+            b=tuple(b or ()),
+            env_a=env_a,
+            env_b=env_b,
+            dir_a=dir_a,
+            dir_b=dir_b,
+            pairs=pairs,
+        )
+        raise typer.Exit(gate_command(request))
+
+
 @app.command("show", context_settings=PASS_THROUGH)
 def show(
     *,

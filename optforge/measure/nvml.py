@@ -76,6 +76,25 @@ def driver_version() -> str | None:
     return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
+def state(uuid: str) -> dict[str, float | int | None]:
+    """Clocks in MHz, power in watts, temperature in degrees Celsius, and the bits of what holds the clocks down; None where
+    the device does not say."""
+    questions: dict[str, Callable[[Any, Any], float | int]] = {
+        "sm_clock_mhz": lambda nvml, handle: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "sm_clock_max_mhz": lambda nvml, handle: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "memory_clock_mhz": lambda nvml, handle: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+        "power_w": lambda nvml, handle: float(nvml.nvmlDeviceGetPowerUsage(handle)) / 1e3,
+        "temperature_c": lambda nvml, handle: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "clock_limit_reasons": lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+    }
+    return {name: _ask(uuid, question) for name, question in questions.items()}
+
+
+def processes(uuid: str) -> list[int] | None:
+    """Numbers of the processes that compute on the device, as the driver counts them; a container may see none, or other numbers."""
+    return _ask(uuid, lambda nvml, handle: [int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)])
+
+
 def power_limit_w(uuid: str) -> float | None:
     """Watts that the device is held to."""
     return _ask(uuid, lambda nvml, handle: float(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1e3)

@@ -1,0 +1,304 @@
+"""How often `optforge gate` raises a false alarm, and how often it catches a slow-down.
+
+    python benchmarks/gate_noise.py record runs.jsonl [--pairs 120]     # ten minutes to an hour; goes on where it was stopped
+    python benchmarks/gate_noise.py report runs.jsonl [--out FILE.md]   # a minute
+
+`record` starts the same program twice, as two fresh processes, again and again. Each process is one run of an unchanged
+program: it has a candidate (100 small layers) and a reference of another shape, whose calls take turns, those of the two
+processes as well, as in `optforge gate --ab`. The second process also has slower candidates that really work more: 103 and
+110 layers. They take part in the same rounds.
+
+`report` draws gates from those records, 20,000 of each kind, and lets the code of the gate judge them. A gate against a
+stored baseline is some runs of one time and a run of another, never of the same pair; a gate in --ab mode is five pairs.
+Slow-downs are taken twice: from the program that works more, and by multiplying the samples of the unchanged one. Exit
+code 1 if false alarms are more than 1 in 200, or fewer than 19 in 20 slow-downs are caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from optforge.gate import ab, figures, judge, limits
+from optforge.gate import statistics as estimates
+from optforge.gate.interleave import alternate
+from optforge.gate.side import Side
+from optforge.gate.statistics import Figure
+from optforge.measure import contention
+from optforge.spec import Measurement, Report
+
+PATH = "latency_ms.p50"
+STORED_LIMIT, AB_LIMIT = "+5%", "+1%"
+STORED = ((1, 1), (3, 1), (5, 1))
+"""Stored runs, and new ones."""
+FALSE_ALARMS, CAUGHT = 1 / 200, 19 / 20
+DRAWS = 20_000
+LAYERS = 100
+SLOWER = {"slow3": 103, "slow10": 110}
+"""Candidates with real extra work: layers of a call."""
+ROUNDS = 16
+BATCH_S = 0.02
+TIMEOUT_S = 120.0
+
+
+# --- the program -------------------------------------------------------------------------------------------------------
+
+
+def program() -> None:
+    """The recorded program: serves a candidate, a reference, and the slower candidates."""
+    import torch
+
+    from optforge.gate import serve
+
+    stream = serve.answers()
+    torch.manual_seed(0)
+    weights = [torch.randn(192, 192) / 14 for _ in range(8)]
+    wide = [torch.randn(768, 256) / 16 for _ in range(4)]
+    x, y = torch.randn(24, 192), torch.randn(32, 256)
+
+    def candidate(layers: int) -> Callable[[], Any]:
+        def call() -> Any:
+            h = x
+            for layer in range(layers):
+                h = torch.relu(h @ weights[layer % len(weights)])
+            return h
+
+        return call
+
+    def reference() -> Any:
+        h = y
+        for layer in range(12):
+            matrix = wide[layer % len(wide)]
+            h = torch.tanh(torch.nn.functional.linear(torch.nn.functional.linear(h, matrix), matrix.T))
+        return h
+
+    calls = {"candidate": candidate(LAYERS), "reference": reference, **{name: candidate(layers) for name, layers in SLOWER.items()}}
+    with torch.no_grad():
+        serve.serve(stream, calls, synchronize=lambda: None, batch_s=BATCH_S, ready={"threads": torch.get_num_threads()})
+
+
+# --- recording ---------------------------------------------------------------------------------------------------------
+
+
+def record(path: Path, pairs: int) -> None:
+    """Appends pairs to `path` until it holds `pairs`."""
+    done = len(read(path)) if path.exists() else 0
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(done, pairs):
+            found = one_pair(Path(folder))
+            with path.open("a", encoding="ascii") as file:
+                file.write(json.dumps(found) + "\n")
+            print(f"\r{index + 1} of {pairs} pairs", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def one_pair(folder: Path) -> dict[str, Any]:
+    """Two fresh processes of the program in alternating rounds."""
+    import torch
+
+    command = [sys.executable, str(Path(__file__).resolve()), "program"]
+    with (
+        Side("A", command, cwd=folder, log=folder / "a.log") as a,
+        Side("B", command, cwd=folder, log=folder / "b.log") as b,
+    ):
+        ready = [side.ready(TIMEOUT_S) for side in (a, b)]
+        watch = contention.CpuWatch()
+        turns = [(a, "candidate"), (b, "candidate"), (a, "reference"), (b, "reference"), *((b, name) for name in SLOWER)]
+        samples = alternate(turns, least=ROUNDS, max_s=0.0, enough=lambda _: False, timeout_s=TIMEOUT_S)
+        load = watch.read()
+    names = [f"{'a' if side is a else 'b'}.{call}" for side, call in turns]
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "samples_s": {name: [round(value, 9) for value in values] for name, values in zip(names, samples, strict=True)},
+        "threads": ready[0]["threads"],
+        "torch": torch.__version__,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": load,
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The recorded pairs; a last line that a kill cut off is dropped."""
+    found = []
+    for line in path.read_text(encoding="ascii").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+# --- what the records say ----------------------------------------------------------------------------------------------
+
+
+class Records:
+    """What the gate needs of each recorded process and pair."""
+
+    def __init__(self, pairs: Sequence[dict[str, Any]]) -> None:
+        self.pairs = pairs
+        self.runs = [[self._figure(pair, f"{side}.candidate", side) for side in "ab"] for pair in pairs]
+        self.worked = {name: [self._figure(pair, f"b.{name}", "b") for pair in pairs] for name in SLOWER}
+
+    @staticmethod
+    def _figure(pair: dict[str, Any], call: str, side: str) -> Figure:
+        """A run as a report would tell it: the time over that of its reference, with its own error."""
+        samples, reference = pair["samples_s"][call], pair["samples_s"][f"{side}.reference"]
+        row = Measurement(samples_s=samples, baseline_samples_s=reference)
+        found = figures.against_reference(Report(optimized=row), PATH)
+        assert found is not None
+        return found
+
+    def ratios(self, call: str) -> list[float]:
+        """B over A of every pair, with `call` in B's place."""
+        return [ab.ratio(pair["samples_s"]["a.candidate"], pair["samples_s"][f"b.{call}"], PATH) for pair in self.pairs]
+
+    def raw(self) -> list[float]:
+        """The candidate's median in each process, as it is."""
+        return [statistics.median(pair["samples_s"][f"{side}.candidate"]) for pair in self.pairs for side in "ab"]
+
+
+def stored_rate(records: Records, generator: random.Random, *, base: int, new: int, slower: float = 1.0, call: str | None = None) -> float:
+    """How often the gate misses +5% against `base` stored runs.
+
+    Args:
+        slower: what the new run's time is multiplied by.
+        call: the slower candidate that takes the new run's place; None for the unchanged one.
+    """
+    limit = limits.parse(f"{PATH} <= {STORED_LIMIT}")
+    missed = 0
+    for _ in range(DRAWS):
+        drawn = generator.sample(range(len(records.pairs)), base + new)
+        before = [records.runs[index][generator.randrange(2)] for index in drawn[:base]]
+        unchanged = [records.runs[index][generator.randrange(2)] for index in drawn[base:]]
+        after = unchanged if call is None else [records.worked[call][index] for index in drawn[base:]]
+        after = [replace(figure, value=figure.value * slower) for figure in after]
+        missed += judge.hold(limit, estimates.of_runs(after, before, limits.Rules.run_to_run)).verdict == judge.MISSED
+    return missed / DRAWS
+
+
+def ab_rate(ratios: Sequence[float], generator: random.Random, *, slower: float = 1.0) -> float:
+    """How often the gate misses +1% with five pairs."""
+    limit = limits.parse(f"{PATH} <= {AB_LIMIT}")
+    missed = 0
+    for _ in range(DRAWS):
+        drawn = [ratio * slower for ratio in generator.sample(list(ratios), ab.PAIRS)]
+        missed += judge.hold(limit, estimates.of_pairs(drawn)).verdict == judge.MISSED
+    return missed / DRAWS
+
+
+def report(path: Path, out: Path | None) -> int:
+    """Prints what the records say; 1 where it is not good enough."""
+    pairs = read(path)
+    records, generator = Records(pairs), random.Random(0)
+    extra = {name: layers / LAYERS for name, layers in SLOWER.items()}
+    rows: list[tuple[str, str, float, str, bool]] = []
+
+    def add(gate: str, program_: str, rate: float, least: float | None) -> None:
+        good = rate <= FALSE_ALARMS if least is None else rate >= least
+        rows.append(
+            (gate, program_, rate, f"at most {FALSE_ALARMS:.1%}" if least is None else f"at least {least:.0%}" if least else "", good)
+        )
+
+    for base, new in STORED:
+        name = f"stored, {base} against {new}"
+        aim = CAUGHT if base >= 3 else 0.0
+        add(name, "unchanged", stored_rate(records, generator, base=base, new=new), None)
+        add(name, "works 10% more", stored_rate(records, generator, base=base, new=new, call="slow10"), aim)
+        add(name, "samples x 1.10", stored_rate(records, generator, base=base, new=new, slower=1.10), aim)
+    same = records.ratios("candidate")
+    add("--ab, 5 pairs", "unchanged", ab_rate(same, generator), None)
+    add("--ab, 5 pairs", "works 3% more", ab_rate(records.ratios("slow3"), generator), CAUGHT)
+    add("--ab, 5 pairs", "samples x 1.03", ab_rate(same, generator, slower=1.03), CAUGHT)
+    text = _document(records, rows, extra, path)
+    print(text, end="")
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    return 0 if all(row[-1] for row in rows) else 1
+
+
+def _document(records: Records, rows: Sequence[tuple[str, str, float, str, bool]], extra: dict[str, float], path: Path) -> str:
+    """The report in Markdown."""
+    first, last = records.pairs[0], records.pairs[-1]
+    loads = [pair["load"]["contention"]["other_cpu_share"] or 0.0 for pair in records.pairs]
+    shared = sum(bool(pair["load"].get("contended")) for pair in records.pairs)
+    own = {name: statistics.median(records.ratios(name)) - 1 for name in extra}
+    spread = {
+        "raw time, between processes": records.raw(),
+        "time over the reference's, between processes": [figure.value for pair in records.runs for figure in pair],
+        "B over A, between pairs": records.ratios("candidate"),
+    }
+    lines = [
+        f"# False alarms and catches of `optforge gate`, {first['started'][:10]}",
+        "",
+        f"{2 * len(records.pairs)} runs in {len(records.pairs)} pairs, {first['started']} to {last['started']}; "
+        f"{first['cpu']}, {first['cores']} cores, "
+        f"{first['threads']} threads, torch {first['torch']}. Other programs took {statistics.median(loads):.0%} of the cores' time "
+        f"(median of the pairs; most {max(loads):.0%}); {shared} pairs count as contended.",
+        "",
+        f"    python benchmarks/gate_noise.py report {path.name}",
+        "",
+        f"Limits: {STORED_LIMIT} against a stored baseline, {AB_LIMIT} with --ab. {DRAWS:,} draws each.",
+        "",
+        "| gate | program | missed the limit | wanted | |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {gate} | {program_} | {rate:.2%} | {wanted} | {'yes' if good else '**no**'} |"
+            for gate, program_, rate, wanted, good in rows
+        ),
+        "",
+        "| spread of an unchanged program | standard deviation | largest distance from the median |",
+        "|---|---|---|",
+        *(f"| {name} | {_deviation(values):.2%} | {_farthest(values):.1%} |" for name, values in spread.items()),
+        "",
+        "The program that works more was slower by "
+        + ", ".join(f"{own[name]:.1%} ({SLOWER[name]} layers for {LAYERS})" for name in extra)
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(math.log(value) for value in values)
+
+
+def _farthest(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    return max(abs(value / middle - 1) for value in values)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("program", help="what is recorded; started by `record`")
+    recording = commands.add_parser("record", help="append pairs of runs")
+    recording.add_argument("file", type=Path)
+    recording.add_argument("--pairs", type=int, default=120)
+    reporting = commands.add_parser("report", help="how often the gate is right")
+    reporting.add_argument("file", type=Path)
+    reporting.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    if options.command == "program":
+        program()
+    elif options.command == "record":
+        record(options.file, options.pairs)
+    else:
+        return report(options.file, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""One version of a program in a process of its own, which is asked for one sample at a time.
+
+The process may crash, hang, exit or be killed; the coordinator hears of it at once, with the end of the process's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optforge.errors import ChildFailed, ChildTimeout, ConfigError, OptForgeError, OutOfMemory, Problem
+from optforge.gate.serve import PROTOCOL
+
+LOG_LINES = 3
+"""Lines of a process's log that an error carries."""
+GRACE_S = 5.0
+"""Between the end of a side's stdin, on which it leaves, and SIGKILL."""
+
+
+class Side:
+    """A running process that answers over a pipe; a context manager, which ends it and all that it started."""
+
+    def __init__(self, name: str, command: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str] | None = None) -> None:
+        """Starts it.
+
+        Args:
+            name: what errors call it.
+            command: a program that calls `serve`, and its arguments.
+            cwd: the folder it works in.
+            log: the file for all that it prints.
+            env: added to the environment.
+        """
+        self.name, self.log = name, log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                cwd=cwd,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        self._unread = b""
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+
+    def ready(self, timeout_s: float) -> dict[str, Any]:
+        """What the program says once it is warm.
+
+        Raises:
+            ChildFailed, ChildTimeout: it crashed or ended, or took longer.
+            OutOfMemory: it ran out of memory.
+            ConfigError: something of its run must be changed first.
+        """
+        told = self._answer(timeout_s)
+        if "failed" in told:
+            raise self._failed(told)
+        if told.get("protocol") != PROTOCOL:
+            raise ChildFailed(f"side {self.name}: its OptForge speaks protocol {told.get('protocol')}, this one {PROTOCOL}")
+        found: dict[str, Any] = told["ready"]
+        return found
+
+    def sample(self, call: str, timeout_s: float) -> float:
+        """Seconds of one call.
+
+        Raises:
+            ChildFailed, ChildTimeout: the process ended, or took longer.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{call}\n".encode("ascii"))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        return float(self._answer(timeout_s)["seconds"])
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next line as JSON."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise ChildTimeout(f"side {self.name}: no answer after {timeout_s:g} s; log: {self.log}")
+                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    raise self._ended()
+                self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def _failed(self, told: Mapping[str, Any]) -> OptForgeError:
+        """What the side said of its failure, as the same error here."""
+        if told.get("kind") == "user":
+            return ConfigError(*(Problem(**{**problem, "where": f"side {self.name}: {problem['where']}"}) for problem in told["problems"]))
+        return (OutOfMemory if told.get("kind") == "oom" else ChildFailed)(f"side {self.name}: {told['failed']}; log: {self.log}")
+
+    def _ended(self) -> ChildFailed:
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name} ({-code})" if code < 0 else f"ended with exit code {code}"
+        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        last = f" ({' | '.join(lines[-LOG_LINES:])})" if lines else ""
+        return ChildFailed(f"side {self.name}: the process {how}{last}; log: {self.log}", signal=-code if code < 0 else None)
