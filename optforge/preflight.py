@@ -36,6 +36,11 @@ def sweep_folder(root: Path, now: datetime | None = None) -> Path:
     return _exclusive(root / "sweeps", _stamp(now), "output_dir=<folder>")
 
 
+def tune_folder(root: Path, now: datetime | None = None) -> Path:
+    """Makes and returns `root/tunes/<date>_<time>[-n]`; see `run_folder`."""
+    return _exclusive(root / "tunes", _stamp(now), "output_dir=<folder>")
+
+
 def comparison_folder(root: Path, now: datetime | None = None) -> Path:
     """Makes and returns `root/comparisons/<date>_<time>[-n]`; see `run_folder`."""
     return _exclusive(root / "comparisons", _stamp(now), "--html FILE")

@@ -20,7 +20,7 @@ LAYERS = {
     1: "registry select measure kernels atomic cache callables checkpoint compiling fetch idx isolate logs pretrained progress"
     " safe_yaml share toolchain",
     2: " ".join(GROUPS),
-    3: "recipe config compare gate plan engine execution record report artifact preflight environment rows verdicts sweep xla",
+    3: "recipe config compare gate plan engine execution record report artifact preflight environment rows verdicts sweep tune xla",
     4: "cli api lightning __main__",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

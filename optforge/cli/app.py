@@ -184,8 +184,8 @@ def gate(
     junit: Annotated[Optional[Path], typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,  # noqa: UP045
     markdown: Annotated[Optional[Path], typer.Option("--markdown", metavar="FILE", help="Write a summary.")] = None,  # noqa: UP045
     ab: Annotated[bool, typer.Option("--ab", metavar="", help="Run versions A and B in turns, and hold B against A.")] = False,
-    a: Annotated[Optional[list[str]], typer.Option("--a", metavar="OVERRIDES", help="Overrides of side A alone.")] = None,  # noqa: UP045
-    b: Annotated[Optional[list[str]], typer.Option("--b", metavar="OVERRIDES", help="Overrides of side B alone.")] = None,  # noqa: UP045
+    a: Annotated[Optional[list[str]], typer.Option("--a", metavar="OVERRIDE", help="An override of side A alone.")] = None,  # noqa: UP045
+    b: Annotated[Optional[list[str]], typer.Option("--b", metavar="OVERRIDE", help="An override of side B alone.")] = None,  # noqa: UP045
     env_a: Annotated[Optional[Path], typer.Option("--env-a", metavar="PYTHON", help="Interpreter of side A.")] = None,  # noqa: UP045
     env_b: Annotated[Optional[Path], typer.Option("--env-b", metavar="PYTHON", help="Interpreter of side B.")] = None,  # noqa: UP045
     dir_a: Annotated[Optional[Path], typer.Option("--dir-a", metavar="FOLDER", help="Where side A starts: a git worktree.")] = None,  # noqa: UP045
@@ -219,6 +219,40 @@ def gate(
             pairs=pairs,
         )
         raise typer.Exit(gate_command(request))
+
+
+@app.command("tune", context_settings=PASS_THROUGH)
+def tune(
+    *,
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="[OVERRIDES]...",
+            help="model=, hardware=, workload= as for run; recipe=A,B to start from; limits.max_kl=0.05; tune.budget_s=900",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest recipe for a model, a workload and this hardware, within limits, in a given time.
+
+    Writes best.yaml, a recipe to run and to share. Exit codes: 0 found; 1 nothing could be measured; 2 something to change;
+    3 no recipe meets the limits; 130 and 143 interrupted, the best so far kept.
+    """
+    with guard(debug=debug):
+        from optforge.cli.tune import Request, tune_command
+
+        raise typer.Exit(tune_command(Request(argv=tuple(overrides or ()), debug=debug, command=_typed())))
+
+
+@app.command("tune-final", hidden=True)
+def tune_final(folder: Annotated[Path, typer.Argument(metavar="FOLDER")], debug: Debug = False) -> None:
+    """The process in which `tune` times its finalists together."""
+    with guard(debug=debug):
+        from optforge.cli.tune import final_command
+
+        raise typer.Exit(final_command(folder))
 
 
 @app.command("show", context_settings=PASS_THROUGH)

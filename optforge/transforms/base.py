@@ -7,7 +7,7 @@ receipt alone, so that an artifact loads without repeating a decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from optforge.backends.base import Backend
+
+
+Search = Mapping[str, Mapping[str, Sequence[Json]]]
+"""What `optforge tune` tries: pattern of option names (`*`, `int4_weight`) -> field -> values beside the option file's own.
+
+A transform declares it as the class variable `search`; one without it takes no part, and `{}` offers its options as they are.
+"""
 
 
 class Phase(IntEnum):

@@ -18,7 +18,7 @@ from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, repeated_blocks
 from optforge.spec import Hardware
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +56,7 @@ class Compile:
 
     kind: ClassVar[str] = "compile"
     phase: ClassVar[Phase] = Phase.COMPILE
+    search: ClassVar[Search] = {"*": {"scope": ("block", "model")}}
 
     engine: Engine = Engine.inductor
     """inductor: PyTorch's compiler (C++ on CPU, Triton on GPU)."""

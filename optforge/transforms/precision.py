@@ -22,7 +22,7 @@ from optforge.errors import PlanError, Problem, SelectorError
 from optforge.measure.size import nbytes, weight_bytes
 from optforge.select import original_name, select
 from optforge.spec import Hardware, Scheme
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
 from optforge.transforms.mixed import Mixed, mix_
 
 
@@ -44,6 +44,7 @@ class Precision:
 
     kind: ClassVar[str] = "precision"
     phase: ClassVar[Phase] = Phase.PRECISION
+    search: ClassVar[Search] = {}
 
     dtype: Dtype = Dtype.bf16
     """bf16, fp16 or fp32."""

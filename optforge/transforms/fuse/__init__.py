@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optforge.errors import Problem
 from optforge.spec import Hardware
-from optforge.transforms.base import Context, Lowered, Phase, Receipt
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +35,7 @@ class Fuse:
 
     kind: ClassVar[str] = "fuse"
     phase: ClassVar[Phase] = Phase.FUSE
+    search: ClassVar[Search] = {"decoder": {"attention": ("keep",)}}
 
     pattern: Pattern = Pattern.decoder
     """decoder: linears of one module that read the same input, inside repeated layers, become one product (q/k/v,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from optforge.errors import Problem
 from optforge.measure.utilization import has_units
 from optforge.spec import Hardware, Scheme
-from optforge.transforms.base import Context, Lowered, Phase, Receipt
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,6 +83,11 @@ class Quantize:
 
     kind: ClassVar[str] = "quantize"
     phase: ClassVar[Phase] = Phase.QUANTIZE
+    search: ClassVar[Search] = {
+        "*": {"ignore": (["lm_head"], ["lm_head", "down_proj"]), "tied": ("untie",)},
+        "int4_weight": {"group_size": (32, 128)},
+        "fp8_dynamic": {"activation": ("tensor",)},
+    }
 
     scheme: SchemeName
     """int8_weight, int4_weight, fp8_weight: stored so, multiplied in the model's dtype. int8_dynamic, fp8_dynamic:
