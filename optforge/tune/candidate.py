@@ -84,6 +84,8 @@ class Candidate:
     """One line: why it was refused, pruned, or failed, or which limits it missed."""
     foreseen: Foreseen = field(default_factory=Foreseen)
     results: list[Result] = field(default_factory=list)
+    tried: int = -1
+    """The highest rung that was started; above that of the last result where the job did not end in time."""
     final: Ratio | None = None
     """How many times faster than the model as loaded in the final round."""
 
@@ -103,8 +105,3 @@ class Candidate:
     def ratio(self) -> Ratio | None:
         """Of the final round, else of the longest measurement."""
         return self.final or (self.figures.ratio if self.figures else None)
-
-    @property
-    def rung(self) -> int:
-        """Of its last measurement; -1 before the first."""
-        return self.results[-1].rung if self.results else -1

@@ -140,7 +140,7 @@ def promoted(candidates: Sequence[Candidate], objectives: Sequence[str], *, eta:
         reached = [one for one in candidates if one.state == MEASURED and any(result.rung == rung for result in one.results)]
         best = ranked(reached, objectives)[: len(reached) // eta]
         for one in best:
-            if one.rung == rung:
+            if one.tried == rung:
                 return one
     return None
 

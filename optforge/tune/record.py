@@ -113,7 +113,7 @@ def recipe_text(search: Search, candidate: Candidate, *, command: str, about: di
 
 def quality_words(candidate: Candidate) -> str:
     """The figures of quality that readers compare, in one line."""
-    found = candidate.figures.quality if candidate.figures is not None else {}
+    found = candidate.figures.quality if candidate.figures is not None and candidate.steps else {}
     parts = []
     if "perplexity_increase" in found:
         parts.append(f"perplexity {found['perplexity_increase']:+.1%}")

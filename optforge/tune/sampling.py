@@ -5,6 +5,7 @@ What the plan refuses or prunes is told as pruned: the sampler then looks elsewh
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -37,17 +38,11 @@ class Sampler:
     def __init__(self, space: Space, options: TuneOptions) -> None:
         import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        optuna.logging.set_verbosity(logging.ERROR)
         self._optuna, self.space = optuna, space
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # multivariate and group are, in 2.10
-            sampler: Any = {
-                "tpe": lambda: optuna.samplers.TPESampler(
-                    seed=options.seed, multivariate=True, group=True, n_startup_trials=STARTUP_TRIALS
-                ),
-                "nsga2": lambda: optuna.samplers.NSGAIISampler(seed=options.seed, population_size=8),
-                "random": lambda: optuna.samplers.RandomSampler(seed=options.seed),
-            }[options.sampler]()
+            sampler = _sampler(optuna.samplers, options)
         self.study = optuna.create_study(directions=["minimize"] * len(options.objectives), sampler=sampler)
 
     def ask(self) -> tuple[int, Params]:
@@ -81,3 +76,11 @@ class Sampler:
                 state=state.PRUNED if values is None else state.COMPLETE,
             )
         )
+
+
+def _sampler(samplers: Any, options: TuneOptions) -> Any:
+    if options.sampler == "tpe":
+        return samplers.TPESampler(seed=options.seed, multivariate=True, group=True, n_startup_trials=STARTUP_TRIALS)
+    if options.sampler == "nsga2":
+        return samplers.NSGAIISampler(seed=options.seed, population_size=8)
+    return samplers.RandomSampler(seed=options.seed)

@@ -20,7 +20,7 @@ from optforge.sweep.definition import finished
 from optforge.sweep.process import POLL_S, JobProcess, job_command
 from optforge.sweep.session import Session
 from optforge.sweep.store import DONE, Job
-from optforge.tune import final, foresee, judge, space
+from optforge.tune import final, foresee, judge
 from optforge.tune.candidate import (
     AS_LOADED,
     FAILED,
@@ -38,6 +38,7 @@ from optforge.tune.candidate import (
 )
 from optforge.tune.options import Limits, TuneOptions
 from optforge.tune.sampling import Sampler
+from optforge.tune.space import Params, Space, build, name_of, params_of, steps_of
 
 RUNGS = 2
 """Of successive halving, before the final round: `measure.max_s` divided by eta squared, then by eta."""
@@ -65,7 +66,7 @@ class Search:
     """Called when something is worth writing."""
     kept: dict[tuple[str, int], Job] = field(default_factory=dict)
     """Finished jobs of an earlier search: key of the candidate and rung -> the job."""
-    space: space.Space = field(default_factory=space.Space)
+    space: Space = field(default_factory=Space)
     as_loaded: Candidate | None = None
     winner: Candidate | None = None
     why: str = ""
@@ -121,9 +122,9 @@ class Search:
     def run(self) -> None:
         """Searches until the time is up, the space is exhausted, or enough was measured; then names the winner."""
         seen = self._foresee(self.candidates)
-        self.space = space.build(seen.declared, [one.steps for one in self.candidates])
+        self.space = build(seen.declared, [one.steps for one in self.candidates])
         for one in self.candidates:
-            one.params = space.params_of(one.steps, self.space)
+            one.params = params_of(one.steps, self.space)
         if not self._exhausted:
             self._sampler = Sampler(self.space, self.options)
         self.changed(self)
@@ -145,7 +146,7 @@ class Search:
                 return _soonest(written), 0
             better = judge.promoted(self.candidates, self.options.objectives, eta=self.options.eta, rungs=RUNGS)
             if better is not None:
-                return better, better.rung + 1
+                return better, better.tried + 1
             if not self._may_measure():
                 self.ended = f"{self.options.candidates} recipes were measured (tune.candidates)"
                 return None
@@ -210,7 +211,7 @@ class Search:
                     self._sampler.tell(trial, judge.values(known, self.options.objectives))
                 elif known.state != WAITING:
                     self._sampler.tell(trial, None)
-            elif not self.space.holds(params) or not space.steps_of(params):
+            elif not self.space.holds(params) or not steps_of(params):
                 self._sampler.tell(trial, None)
             else:
                 fresh.append(self._proposed(trial, params))
@@ -220,16 +221,14 @@ class Search:
             self._foresee(fresh)
         return bool(fresh)
 
-    def _proposed(self, trial: int, params: space.Params) -> Candidate:
+    def _proposed(self, trial: int, params: Params) -> Candidate:
         limits, source = self._limits_for(params)
-        name = space.name_of(params)
+        name = name_of(params)
         taken = {one.name for one in self.candidates}
         short = name if len(name) <= NAME_LENGTH and name not in taken else f"{name[:NAME_LENGTH]}-{trial}"
-        return Candidate(
-            name=short, origin=SEARCHED, steps=space.steps_of(params), limits=limits, source=source, params=params, trial=trial
-        )
+        return Candidate(name=short, origin=SEARCHED, steps=steps_of(params), limits=limits, source=source, params=params, trial=trial)
 
-    def _limits_for(self, params: space.Params) -> tuple[dict[str, float], str]:
+    def _limits_for(self, params: Params) -> tuple[dict[str, float], str]:
         """The user's limits; else those of the recipes that quantize the same way; else the strictest of all."""
         if self.limits.quality:
             return dict(self.limits.quality), "limits.*"
@@ -247,6 +246,10 @@ class Search:
         else:
             job = self._run(candidate, rung)
         report = finished(self.session.folder / job.folder)
+        candidate.tried = rung
+        if rung and job.status == store.TIMEOUT:  # what the shorter measurement found still stands
+            candidate.why = f"rung {rung} {job.error}"
+            return
         if job.status != DONE or report is None:
             candidate.state, candidate.why = FAILED, f"{job.status}: {job.error or 'no report'}"
             self._told(candidate)
@@ -277,7 +280,8 @@ class Search:
 
     def _timeout_s(self) -> float:
         """So long that no honest candidate is cut off, and so short that none eats the others' time."""
-        fair = max(4 * self._job_s(default=0.0), self.options.budget_s / 4)
+        usual = self._job_s(default=0.0)
+        fair = max(3 * usual, self.options.budget_s / 8) if usual else self.options.budget_s / 3
         return max(min(fair, self.remaining_s - self._final_s()), LEAST_JOB_S)
 
     def _judge(self, candidate: Candidate, result: Result, report: Report) -> None:
