@@ -1,8 +1,9 @@
 """`optforge tune` against the best hand-written recipe: SmolLM2 on this machine's CPU, decode and prefill.
 
-For each workload the search runs with its defaults (15 minutes). Then every hand-written recipe that applies and holds its limits, the recipe that was found, and the model as loaded are timed by the search's own final round in a fresh process, whose
-figures decided nothing in the search. Exit code 1 where the recipe found is slower than the best hand-written one: the upper
-end of its 95% interval lies below 1.
+For each workload the search runs with its defaults (15 minutes). Then every hand-written recipe that applies and holds its
+limits, the recipe that was found, and the model as loaded are timed in one fresh process, whose figures decided nothing in the
+search. Exit code 1 where the recipe found is slower than the best hand-written one: the upper end of its 95% interval lies
+below 1.
 
     python benchmarks/tune.py                                    # both workloads, at most 15 minutes each
     python benchmarks/tune.py --workload prefill --budget-s 600 --seconds 30

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from optforge.errors import MissingDependency, Problem
@@ -40,15 +41,15 @@ class Sampler:
 
         optuna.logging.set_verbosity(logging.ERROR)
         self._optuna, self.space = optuna, space
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # multivariate and group are, in 2.10
+        with _without_warnings(optuna):
             sampler = _sampler(optuna.samplers, options)
         self.study = optuna.create_study(directions=["minimize"] * len(options.objectives), sampler=sampler)
 
     def ask(self) -> tuple[int, Params]:
         """The number of a new trial, and its point; the caller tells what became of it."""
-        trial = self.study.ask()
-        params = self.space.choose(lambda name, choices: str(trial.suggest_categorical(name, choices)))
+        with _without_warnings(self._optuna):
+            trial = self.study.ask()
+            params = self.space.choose(lambda name, choices: str(trial.suggest_categorical(name, choices)))
         return int(trial.number), params
 
     def tell(self, trial: int, values: Sequence[float] | None) -> None:
@@ -68,14 +69,23 @@ class Sampler:
             return params[name]
 
         chosen = self.space.choose(given)
-        self.study.add_trial(
-            self._optuna.trial.create_trial(
-                params=chosen,
-                distributions=distributions,
-                values=None if values is None else list(values),
-                state=state.PRUNED if values is None else state.COMPLETE,
-            )
+        trial = self._optuna.trial.create_trial(
+            params=chosen,
+            distributions=distributions,
+            values=None if values is None else list(values),
+            state=state.PRUNED if values is None else state.COMPLETE,
         )
+        with _without_warnings(self._optuna):
+            self.study.add_trial(trial)
+
+
+@contextmanager
+def _without_warnings(optuna: Any) -> Iterator[None]:
+    """Optuna 2.10 calls most of what is used here experimental, and divides by zero where all points of an objective are equal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 def _sampler(samplers: Any, options: TuneOptions) -> Any:
