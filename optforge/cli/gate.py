@@ -6,7 +6,6 @@ people that do not read logs.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ def gate_command(request: Request) -> int:
 
 def _refuse(request: Request) -> None:
     """Options that do not go together, all at once."""
-    sides = {"--a": request.a, "--b": request.b, "--env-a": request.env_a, "--env-b": request.env_b}
+    sides: dict[str, object] = {"--a": request.a, "--b": request.b, "--env-a": request.env_a, "--env-b": request.env_b}
     sides |= {"--dir-a": request.dir_a, "--dir-b": request.dir_b, "--pairs": request.pairs}
     given = [name for name, value in sides.items() if value]
     problems = []
@@ -144,7 +143,7 @@ def _versions(request: Request) -> tuple[Version, Version]:
             problems.append(
                 Problem(where=f"--dir-{name}", what=f"there is no folder {folder}", fix="give a folder, such as a git worktree")
             )
-        overrides = (*request.words, *(word for text in own for word in shlex.split(text)))
+        overrides = (*request.words, *own)
         found.append(ab.Version(name=name, python=python, cwd=cwd, overrides=overrides))
     if problems:
         raise ConfigError(*problems)

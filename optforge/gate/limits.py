@@ -44,7 +44,7 @@ class Rules:
     """What a gate holds a run to."""
 
     limits: tuple[Limit, ...]
-    run_to_run: float = 0.02
+    run_to_run: float = 0.01
     """Standard deviation between runs of an unchanged program, as a fraction of its time, that is assumed as long as there are few
     runs to tell."""
     require_target: bool = True

@@ -49,7 +49,7 @@ class Side:
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
-        self._unread = b""
+        self._unread = bytearray()
         self.pid = self._process.pid
 
     def __enter__(self) -> Side:
@@ -102,14 +102,16 @@ class Side:
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
+            read = b""
+            while b"\n" not in read:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise ChildTimeout(f"side {self.name}: no answer after {timeout_s:g} s; log: {self.log}")
-                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not chunk:
+                read = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not read:
                     raise self._ended()
-                self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
+                self._unread += read
+        line, _, rest = self._unread.partition(b"\n")
+        self._unread = bytearray(rest)
         told: dict[str, Any] = json.loads(line)
         return told
 

@@ -92,7 +92,7 @@ def hold(limit: Limit, new: Sequence[Report], base: Sequence[Report], rules: Rul
     if limit.path in figures.TIMES:
         told, against = _ratios(limit, new, base, notes)
         detail = f"{against}{detail}"
-    return judge.hold(limit, estimates.of_runs(*told, _assumed(limit.path, rules)), detail)
+    return judge.hold(limit, estimates.of_runs(told[0], told[1], _assumed(limit.path, rules)), detail)
 
 
 def _assumed(path: str, rules: Rules) -> float:

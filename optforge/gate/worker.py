@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optforge import config, preflight
-from optforge.errors import OutOfMemory, UserError, message
+from optforge.errors import EXIT_CRASH, OutOfMemory, UserError, message
 from optforge.gate import serve
 from optforge.progress import SilentProgress
 from optforge.spec import Run
@@ -35,7 +36,8 @@ def main() -> None:
             call, synchronize = _prepared(run, Path(asked["folder"]), stack)
         except (Exception, SystemExit) as error:  # a user's model may call sys.exit; whatever it is, the other process must hear of it
             serve.tell(stream, _failure(error))
-            raise
+            traceback.print_exc()  # also of an exit, which Python would not tell
+            sys.exit(EXIT_CRASH)
         ready = {"measure": asdict(run.measure)}
         serve.serve(stream, {CANDIDATE: call}, synchronize=synchronize, batch_s=run.measure.batch_ms / 1e3, ready=ready)
 
