@@ -183,12 +183,13 @@ def _kept(folder: Path, own: dict[str, Json]) -> dict[tuple[str, int], Job]:
         definition.require_same(folder, [own])
     except ConfigError as error:
         raise ConfigError(*(replace(problem, where="tune.resume") for problem in error.problems)) from error
+    made_of = definition.read(folder)[0]
     jobs = {job.index: job for job in store.read(folder).jobs}
     kept: dict[tuple[str, int], Job] = {}
     for one in before:
         for result in one.results:
             job = jobs.get(result.job)
             report = definition.finished(folder / job.folder) if job is not None else None
-            if job is not None and job.status == store.DONE and definition.stale(report, own, own) is None:
+            if job is not None and job.status == store.DONE and definition.stale(report, made_of, own) is None:
                 kept[one.key, result.rung] = job
     return kept

@@ -7,16 +7,22 @@ chose nobody. It runs in a process of its own (`optforge tune-final FOLDER`), wh
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from optforge import atomic
 from optforge.measure import timing
 from optforge.spec import Json, Ratio
+from optforge.sweep import outcome, store
+from optforge.sweep.devices import Slot
+from optforge.sweep.process import POLL_S, JobProcess, job_command
+from optforge.sweep.store import Job
 
-REQUEST, RESULT, FOLDER, LOG = "request.json", "result.json", "final", "job.log"
+REQUEST, RESULT, FOLDER = "request.json", "result.json", "final"
 
 
 def write_request(folder: Path, *, cwd: Path, runs: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -25,6 +31,41 @@ def write_request(folder: Path, *, cwd: Path, runs: Sequence[tuple[str, Sequence
     """
     request = {"cwd": str(cwd), "runs": [{"name": name, "overrides": list(overrides)} for name, overrides in runs]}
     atomic.write_bytes(folder / REQUEST, (json.dumps(request, indent=1) + "\n").encode("ascii"))
+
+
+def run(folder: Path, *, index: int, slot: Slot, limit_s: float) -> Job:
+    """Runs the process that reads the request in `folder`, and returns its record, which also lies there.
+
+    Args:
+        index: its number among the jobs of the search.
+        limit_s: seconds after which it is ended.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after it was ended and recorded.
+    """
+    job = Job(index=index, name=FOLDER, overrides=[], folder=folder.name, status=store.RUNNING)
+    job.started = datetime.now().astimezone().isoformat(timespec="seconds")
+    store.write_status(job, folder.parent)
+    process = JobProcess(job_command(["tune-final", str(folder)]), folder / job.log, slot.variables)
+    try:
+        while (code := process.poll()) is None and process.seconds < limit_s:
+            time.sleep(POLL_S)
+    except BaseException:
+        process.stop()
+        job.status, job.error = store.INTERRUPTED, "the search was stopped while it ran"
+        store.write_status(job, folder.parent)
+        raise
+    job.exit_code = process.stop() if code is None else code
+    job.seconds = round(process.seconds, 3)
+    if code is None:
+        job.status, job.error = store.TIMEOUT, f"ended after {limit_s:.0f} s"
+    elif code == 0:
+        job.status = store.DONE
+    else:
+        job.status = store.OOM if process.was_killed_for_memory() else store.FAILED
+        job.error = (outcome.tail(folder / job.log, 1) or [f"exit code {code}"])[-1]
+    store.write_status(job, folder.parent)
+    return job
 
 
 def read_result(folder: Path) -> dict[str, Json] | None:

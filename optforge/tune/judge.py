@@ -12,8 +12,8 @@ from dataclasses import asdict
 from optforge import verdicts
 from optforge.measure.limits import LIMITS
 from optforge.spec import QualityResult, Ratio, Report
-from optforge.tune.candidate import MEASURED, Candidate, Figures
-from optforge.tune.options import FIGURE_LIMITS, Limits
+from optforge.tune.candidate import MEASURED, Candidate, Figures, Foreseen
+from optforge.tune.options import FIGURE_LIMITS, Limits, TuneOptions
 
 LOSSES = ("kl", "loss_increase", "relative_error")
 """What stands for the difference from the baseline, the first that was measured; smaller is better."""
@@ -153,6 +153,36 @@ def finalists(candidates: Sequence[Candidate], objectives: Sequence[str], count:
     if written is not None and written not in chosen:
         chosen = [*chosen[: max(count - 1, 1)], written]
     return chosen
+
+
+def why_not(foreseen: Foreseen, best: Candidate | None, options: TuneOptions, limits: Limits) -> str:
+    """Why the plan alone rules a candidate out; empty where it does not.
+
+    A time counts only with the error band of a calibration, and only where time is the one objective.
+    """
+    if foreseen.fits is False:
+        need = f"{(foreseen.total_bytes or 0) / 1e9:.1f} of {(foreseen.memory_bytes or 0) / 1e9:.1f} GB"
+        return f"predicted not to fit: {need}"
+    most = limits.figures.get("max_weight_bytes")
+    if most is not None and foreseen.weight_bytes is not None and foreseen.weight_bytes > most:
+        return f"{foreseen.weight_bytes / 1e6:.1f} MB of weights are over max_weight_bytes"
+    slowest = limits.figures.get("max_latency_ms")
+    if slowest is not None and foreseen.low_ms is not None and foreseen.low_ms > slowest:
+        return f"predicted to take {foreseen.low_ms:.3g} ms at least, over max_latency_ms"
+    measured = best.figures.latency_ms if best is not None and best.figures is not None else None
+    if options.objectives == ("latency",) and foreseen.low_ms is not None and measured is not None and foreseen.low_ms > measured:
+        return f"predicted to take {foreseen.low_ms:.3g} ms at least; {best.name if best else ''} was measured at {measured:.3g}"
+    return ""
+
+
+def strictest(limits: Sequence[dict[str, float]]) -> dict[str, float]:
+    """For each limit the bound that is hardest to meet."""
+    found: dict[str, float] = {}
+    for one in limits:
+        for key, bound in one.items():
+            pick = max if key.startswith("min_") else min
+            found[key] = pick(found.get(key, bound), bound)
+    return found
 
 
 def _number(found: float | int | None) -> float | None:

@@ -19,7 +19,7 @@ from optforge import atomic, environment, safe_yaml
 from optforge.errors import Problem, UserError
 from optforge.report import figures
 from optforge.report.codec import build
-from optforge.spec import Json
+from optforge.spec import Json, Ratio
 from optforge.tune import judge
 from optforge.tune.candidate import FAILED, MEASURED, MISSED, PRUNED, REFUSED, WAITING, Candidate
 from optforge.tune.search import Search, described
@@ -102,7 +102,7 @@ def recipe_text(search: Search, candidate: Candidate, *, command: str, about: di
     if found is not None:
         comments.append(f"Measured: {described(found)}.")
     if candidate.final is not None:
-        comments.append(f"Final round: {figures.ratio(candidate.final)} times the speed of the model as loaded.")
+        comments.append(f"Final round: {_times(candidate.final)}.")
     if quality := quality_words(candidate):
         comments.append(f"Quality: {quality}.")
     if candidate.source:
@@ -131,7 +131,7 @@ def sentences(search: Search) -> list[str]:
     best = search.best()
     lines = []
     if best is not None:
-        final = f", {figures.ratio(best.final)} times the model as loaded in the final round" if best.final is not None else ""
+        final = f", {_times(best.final)} in the final round" if best.final is not None else ""
         head = "winner" if search.winner is not None else "best so far"
         lines.append(f"{head}: {best.name}{final}{f': {search.why}' if search.why else ''}")
         reason = best.figures.quality_reason if best.figures is not None else None
@@ -154,6 +154,10 @@ def sentences(search: Search) -> list[str]:
     if search.ended:
         lines.append(f"ended after {figures.seconds(search.seconds)}: {search.ended}")
     return lines
+
+
+def _times(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f}) as fast as the model as loaded"
 
 
 def nearest(search: Search) -> list[str]:

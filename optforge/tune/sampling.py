@@ -69,13 +69,13 @@ class Sampler:
             return params[name]
 
         chosen = self.space.choose(given)
-        trial = self._optuna.trial.create_trial(
-            params=chosen,
-            distributions=distributions,
-            values=None if values is None else list(values),
-            state=state.PRUNED if values is None else state.COMPLETE,
-        )
         with _without_warnings(self._optuna):
+            trial = self._optuna.trial.create_trial(
+                params=chosen,
+                distributions=distributions,
+                values=None if values is None else list(values),
+                state=state.PRUNED if values is None else state.COMPLETE,
+            )
             self.study.add_trial(trial)
 
 

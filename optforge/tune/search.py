@@ -10,14 +10,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 
 from optforge import atomic, config, preflight, safe_yaml
 from optforge.spec import Json, Measure, Report
-from optforge.sweep import outcome, schedule, store
+from optforge.sweep import schedule, store
 from optforge.sweep.definition import finished
-from optforge.sweep.process import POLL_S, JobProcess, job_command
 from optforge.sweep.session import Session
 from optforge.sweep.store import DONE, Job
 from optforge.tune import final, foresee, judge
@@ -33,7 +31,6 @@ from optforge.tune.candidate import (
     WAITING,
     Candidate,
     Figures,
-    Foreseen,
     Result,
 )
 from optforge.tune.options import Limits, TuneOptions
@@ -45,6 +42,7 @@ RUNGS = 2
 BATCH, ASKS = 5, 64
 """Proposals that are planned together, and questions to the sampler before its space counts as exhausted."""
 LEAST_ROUNDS = 4
+NAME_LENGTH = 64
 LEAST_JOB_S, LEAST_PLAN_S = 20.0, 120.0
 GOALS = {"latency": "latency", "memory": "memory", "size": "size", "quality": "latency"}
 
@@ -162,6 +160,9 @@ class Search:
         return self.options.candidates is None or tried < self.options.candidates
 
     def _time_for_a_job(self) -> bool:
+        """Whether one more job leaves time for the final round; the first is run in any case."""
+        if not self.session.sweep.jobs:
+            return True
         return self.remaining_s - self._final_s() > 0.8 * self._job_s(default=0.0)
 
     def _job_s(self, default: float) -> float:
@@ -192,7 +193,7 @@ class Search:
         """Takes out whoever the plan says cannot win, against the best that is measured by now."""
         best = self.best()
         for one in self.candidates:
-            if one.state == WAITING and (why := why_not(one.foreseen, best, self.options, self.limits)):
+            if one.state == WAITING and (why := judge.why_not(one.foreseen, best, self.options, self.limits)):
                 one.state, one.why = PRUNED, why
                 self._told(one)
                 self._say(f"not measured: {one.name}: {why}")
@@ -235,7 +236,7 @@ class Search:
         written = [one for one in self.candidates if one.origin == HAND_WRITTEN and one.state != REFUSED and one.limits]
         same = [one for one in written if one.params is not None and one.params.get("quantize") == params.get("quantize")]
         chosen = same or written
-        return strictest([one.limits for one in chosen]), ", ".join(one.name for one in chosen)
+        return judge.strictest([one.limits for one in chosen]), ", ".join(one.name for one in chosen)
 
     # --- jobs ----------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,8 @@ class Search:
             return
         if job.status != DONE or report is None:
             candidate.state, candidate.why = FAILED, f"{job.status}: {job.error or 'no report'}"
-            self._told(candidate)
+            if rung == 0:
+                self._told(candidate)
             return
         self._judge(candidate, Result(rung=rung, job=job.index, figures=judge.figures(report)), report)
         if self.as_loaded is None:
@@ -286,7 +288,8 @@ class Search:
 
     def _judge(self, candidate: Candidate, result: Result, report: Report) -> None:
         if candidate.results:
-            result.figures.quality = candidate.results[0].figures.quality
+            first = candidate.results[0].figures
+            result.figures.quality, result.figures.quality_reason = first.quality, first.quality_reason
         candidate.results.append(result)
         missed = judge.missed(result.figures, report.quality, self.limits, judged=result.rung == 0)
         candidate.state, candidate.why = (MISSED, "; ".join(missed)) if missed else (MEASURED, "")
@@ -337,41 +340,14 @@ class Search:
         settings = {"measure.attribution": "ends", "quality.enabled": "false"}
         runs = [(one.name, self._overrides(one, settings)) for one in chosen]
         final.write_request(folder, cwd=self.cwd, runs=runs)
-        job = self._final_job(folder)
+        limit_s = max(self.remaining_s, 2 * self._final_s())
+        job = final.run(folder, index=len(self.session.sweep.jobs), slot=self.session.slots[0], limit_s=limit_s)
         self.final_round = final.read_result(folder)
         if self.final_round is None:
             self.final_error = f"{job.status}: {job.error}"
             return
         for name, ratio in final.ratios(self.final_round).items():
             next(one for one in chosen if one.name == name).final = ratio
-
-    def _final_job(self, folder: Path) -> Job:
-        """The process of the final round, recorded as a job beside the sweep's."""
-        job = Job(index=len(self.session.sweep.jobs), name=final.FOLDER, overrides=[], folder=folder.name)
-        job.status, job.started = store.RUNNING, datetime.now().astimezone().isoformat(timespec="seconds")
-        store.write_status(job, folder.parent)
-        slot = self.session.slots[0]
-        process = JobProcess(job_command(["tune-final", str(folder)]), folder / job.log, slot.variables)
-        limit = max(self.remaining_s, 2 * self._final_s())
-        try:
-            while (code := process.poll()) is None and process.seconds < limit:
-                time.sleep(POLL_S)
-        except BaseException:
-            process.stop()
-            job.status, job.error = store.INTERRUPTED, "the search was stopped while it ran"
-            store.write_status(job, folder.parent)
-            raise
-        job.exit_code = process.stop() if code is None else code
-        job.seconds = round(process.seconds, 3)
-        if code is None:
-            job.status, job.error = store.TIMEOUT, f"ended after {limit:.0f} s"
-        elif code == 0:
-            job.status = DONE
-        else:
-            job.status = store.OOM if process.was_killed_for_memory() else store.FAILED
-            job.error = (outcome.tail(folder / job.log, 1) or [f"exit code {code}"])[-1]
-        store.write_status(job, folder.parent)
-        return job
 
     def _named(self, chosen: Sequence[Candidate]) -> tuple[Candidate, str]:
         """The winner, and why."""
@@ -380,7 +356,8 @@ class Search:
             assert best is not None, "a finalist was measured"
             return best, f"the best of its own measurement; there was no final round ({self.final_error})"
         if self.options.objectives[0] != "latency":
-            return judge.ranked(chosen, self.options.objectives)[0], f"the best in {self.options.objectives[0]}"
+            everyone = [*chosen, *([self.as_loaded] if self.as_loaded is not None else [])]
+            return judge.ranked(everyone, self.options.objectives)[0], f"the best in {self.options.objectives[0]}"
         name, why = final.winner(self.final_round, [one.name for one in chosen if one.origin == HAND_WRITTEN])
         won = next(one for one in chosen if one.name == name)
         if self.as_loaded is not None and self.as_loaded.state == MEASURED and won.final is not None and won.final.value <= 1.0:
@@ -404,39 +381,6 @@ class Search:
 
     def _say(self, line: str) -> None:
         self.session.display.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-NAME_LENGTH = 64
-
-
-def why_not(foreseen: Foreseen, best: Candidate | None, options: TuneOptions, limits: Limits) -> str:
-    """Why the plan alone rules a candidate out; empty where it does not.
-
-    A time counts only with the error band of a calibration, and only where time is the one objective.
-    """
-    if foreseen.fits is False:
-        need = f"{(foreseen.total_bytes or 0) / 1e9:.1f} of {(foreseen.memory_bytes or 0) / 1e9:.1f} GB"
-        return f"predicted not to fit: {need}"
-    most = limits.figures.get("max_weight_bytes")
-    if most is not None and foreseen.weight_bytes is not None and foreseen.weight_bytes > most:
-        return f"{foreseen.weight_bytes / 1e6:.1f} MB of weights are over max_weight_bytes"
-    slowest = limits.figures.get("max_latency_ms")
-    if slowest is not None and foreseen.low_ms is not None and foreseen.low_ms > slowest:
-        return f"predicted to take {foreseen.low_ms:.3g} ms at least, over max_latency_ms"
-    measured = best.figures.latency_ms if best is not None and best.figures is not None else None
-    if options.objectives == ("latency",) and foreseen.low_ms is not None and measured is not None and foreseen.low_ms > measured:
-        return f"predicted to take {foreseen.low_ms:.3g} ms at least; {best.name if best else ''} was measured at {measured:.3g}"
-    return ""
-
-
-def strictest(limits: Sequence[dict[str, float]]) -> dict[str, float]:
-    """For each limit the bound that is hardest to meet."""
-    found: dict[str, float] = {}
-    for one in limits:
-        for key, bound in one.items():
-            pick = max if key.startswith("min_") else min
-            found[key] = pick(found.get(key, bound), bound)
-    return found
 
 
 def described(found: Figures) -> str:

@@ -10,7 +10,6 @@ from optforge.spec import Measurement, QualityResult, Ratio, Report
 from optforge.tune import final, judge
 from optforge.tune.candidate import HAND_WRITTEN, MEASURED, MISSED, SEARCHED, Candidate, Figures, Foreseen, Result
 from optforge.tune.options import Limits, TuneOptions
-from optforge.tune.search import strictest, why_not
 
 
 def _candidate(name: str, speed: float, *, rung: int = 0, memory: int = 0, origin: str = SEARCHED, state: str = MEASURED) -> Candidate:
@@ -102,16 +101,16 @@ def test_limits_on_figures_and_on_quality() -> None:
 )
 def test_the_plan_rules_out_what_cannot_win(foreseen: Foreseen, ruled_out: bool) -> None:
     best = _candidate("best", 2.0)  # 50 ms
-    assert bool(why_not(foreseen, best, TuneOptions(), Limits(figures={"max_weight_bytes": 10.0}))) is ruled_out
+    assert bool(judge.why_not(foreseen, best, TuneOptions(), Limits(figures={"max_weight_bytes": 10.0}))) is ruled_out
 
 
 def test_a_slow_candidate_may_win_in_memory() -> None:
     slow = Foreseen(latency_ms=60.0, low_ms=55.0, high_ms=70.0)
-    assert why_not(slow, _candidate("best", 2.0), TuneOptions(objectives=("latency", "memory")), Limits()) == ""
+    assert judge.why_not(slow, _candidate("best", 2.0), TuneOptions(objectives=("latency", "memory")), Limits()) == ""
 
 
 def test_the_strictest_limits() -> None:
-    assert strictest([{"max_kl": 0.1, "min_agreement": 0.9}, {"max_kl": 0.05, "min_agreement": 0.8}]) == {
+    assert judge.strictest([{"max_kl": 0.1, "min_agreement": 0.9}, {"max_kl": 0.05, "min_agreement": 0.8}]) == {
         "max_kl": 0.05,
         "min_agreement": 0.9,
     }
