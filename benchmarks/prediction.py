@@ -84,6 +84,8 @@ class Result:
     mode: str
     predicted_ms: float | None = None
     measured_ms: float | None = None
+    fastest_ms: float | None = None
+    """The 10th percentile of the samples: on a machine that others share, nearer to what the program takes than the median."""
     spread: float | None = None
     """(p90 - p50) / p50 of the measured samples."""
     error: float | None = None
@@ -112,7 +114,9 @@ def cpu_cases() -> list[Case]:
     for model in ("efficientnet_lite0", "fashion_cnn"):
         for dtype in ("fp32", "bf16"):
             for batch in (1, 8, 32):
-                sizes = ("workload=forward", f"workload.batch_size={batch}", "~steps.weights")
+                # folding batch norms in bf16 changes EfficientNet's outputs more than fuse/conv_bn allows
+                left_out = ("~steps.weights", *(["~steps.fuse"] if dtype == "bf16" else []))
+                sizes = ("workload=forward", f"workload.batch_size={batch}", *left_out)
                 found.append(_case("vision_int8", f"model={model}", f"model.dtype={dtype}", *sizes))
     return found
 
@@ -262,6 +266,7 @@ def _name(case: Case) -> str:
 def _fill(result: Result, measured: Measurement, *, resident: int, prompt: int) -> None:
     p50, p90 = (float(measured.latency_ms[key] or 0.0) for key in ("p50", "p90"))
     result.measured_ms, result.spread, result.compile_s = p50, p90 / p50 - 1, measured.compile_time_s
+    result.fastest_ms = 1e3 * float(np.quantile(measured.samples_s, 0.1)) if measured.samples_s else None
     if result.predicted_ms is not None:
         result.error = result.predicted_ms / p50 - 1
     allocated = measured.memory.get("allocated")
@@ -340,10 +345,15 @@ def statistics(results: Sequence[Result]) -> dict[str, Any]:
 
     return {
         "latency": of(absolute(result.error for result in results), AIMS["error"]),
+        "latency_against_the_fastest_tenth": of(absolute(map(_against_fastest, results)), AIMS["error"]),
         "weights_and_cache": of(absolute(result.kept.get("error") for result in results), AIMS["memory_kept"]),
         "total_memory": of(absolute(result.total.get("error") for result in results), AIMS["memory_total"]),
         "failed": sum(result.failed is not None for result in results),
     }
+
+
+def _against_fastest(result: Result) -> float | None:
+    return result.predicted_ms / result.fastest_ms - 1 if result.predicted_ms and result.fastest_ms else None
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -355,18 +365,18 @@ def markdown(document: dict[str, Any]) -> str:
         "",
         f"{document['calibration']}. Validation points are whole models, calibration points single operators: no point is both.",
         "",
-        "| point | mode | predicted ms | measured ms | error | weights + cache | total memory |",
-        "|---|---|---|---|---|---|---|",
+        "| point | mode | predicted ms | measured ms | p90 / p50 - 1 | error | weights + cache | total memory |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in document["results"]:
         if row["failed"]:
-            lines.append(f"| {row['name']} | {row['mode']} | {_number(row['predicted_ms'])} | failed: {row['failed']} | | | |")
+            lines.append(f"| {row['name']} | {row['mode']} | {_number(row['predicted_ms'])} | failed: {row['failed']} | | | | |")
             continue
         memory = [_percent(row[part].get("error")) for part in ("kept", "total")]
-        cells = [_number(row["predicted_ms"]), _number(row["measured_ms"]), _percent(row["error"]), *memory]
+        cells = [_number(row["predicted_ms"]), _number(row["measured_ms"]), _percent(row["spread"]), _percent(row["error"]), *memory]
         lines.append(f"| {row['name']} | {row['mode']} | {' | '.join(cells)} |")
     lines += ["", "| error of | points | median | p90 | largest | aim | within it |", "|---|---|---|---|---|---|---|"]
-    for name in ("latency", "weights_and_cache", "total_memory"):
+    for name in ("latency", "latency_against_the_fastest_tenth", "weights_and_cache", "total_memory"):
         found = document["statistics"][name]
         if found["points"]:
             figures = [f"{found[key]:.1%}" for key in ("median", "p90", "largest", "aim")]

@@ -209,11 +209,14 @@ def _work(item: g.Kernel | Point) -> tuple[float, float]:
 
 def _names(kernel: g.Kernel) -> list[tuple[str, str]]:
     """Kinds and names that points of such a kernel bear, the nearest first. What a compiler wrote has no operator's name, unless it
-    was measured for itself (`fused aten.clone`)."""
+    was measured for itself (`fused aten.clone`); a library's kernel may have been measured in the compiler's layout."""
+    own = (kernel.kind, kernel.name)
     if not kernel.compiled and kernel.operators == 1:
-        return [(kernel.kind, kernel.name)]
-    loops = g.REDUCTION if kernel.kind == g.REDUCTION else g.POINTWISE
-    return [(kernel.kind, f"{FUSED} {kernel.name}"), (loops, FUSED)]
+        return [own]
+    measured = (kernel.kind, f"{FUSED} {kernel.name}")
+    if kernel.kind in (g.PRODUCT, g.ATTENTION, g.CONVOLUTION):
+        return [measured, own]
+    return [measured, (g.REDUCTION if kernel.kind == g.REDUCTION else g.POINTWISE, FUSED)]
 
 
 def _named(kernel: g.Kernel) -> str:

@@ -253,7 +253,7 @@ class _Merger:
             if self.flow.persists(member) or not inside.issuperset(self.flow.readers[member]) or not self.flow.readers[member]:
                 writes += operator.writes
         kernel = _kernel(self.graph, [self.graph.operators[member] for member in members], reads, writes)
-        return replace(kernel, compiled=self.groups[members[0]].fusible)
+        return replace(kernel, compiled=self.groups[members[0]].region is not EAGER)
 
 
 def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access], writes: Iterable[Access]) -> Kernel:

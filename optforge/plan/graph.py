@@ -131,4 +131,4 @@ class Kernel:
     operators: int = 1
     """Dispatched operators that it stands for."""
     compiled: bool = False
-    """A compiler wrote it; otherwise it is PyTorch's or a library's."""
+    """It lies in what a compiler made: written by it, or a library's kernel in the layout that it chose."""

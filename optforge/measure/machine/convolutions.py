@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from optforge.measure.machine.case import TORCH, Case, random
 from optforge.measure.machine.clock import Call
-from optforge.measure.machine.point import CONVOLUTION
+from optforge.measure.machine.point import CONVOLUTION, FUSED
 
 # in channels, out channels, groups, kernel, stride, input pixels a side (padded)
 EFFICIENTNET = (
@@ -71,23 +71,26 @@ def convolutions(device: torch.device, batches: tuple[int, ...] = (1, 8, 32)) ->
     for values in (*FASHION, *EFFICIENTNET, *RESNET):
         for batch in batches:
             for dtype in ("fp32", "bf16"):
-                yield _case(device, batch, dtype, Shape(*values))
+                for compiled in (False, True):
+                    yield _case(device, batch, dtype, Shape(*values), compiled=compiled)
 
 
-def _case(device: torch.device, batch: int, dtype: str, shape: Shape) -> Case:
+def _case(device: torch.device, batch: int, dtype: str, shape: Shape, *, compiled: bool) -> Case:
+    """Eager models keep channels first; Inductor has convolutions read and write channels last."""
+    layout = torch.channels_last if compiled else torch.contiguous_format
     weight_shape = (shape.outputs, shape.inputs // shape.groups, shape.kernel, shape.kernel)
     weights = shape.outputs * shape.inputs // shape.groups * shape.kernel**2
 
     def make(copies: int) -> list[Call]:
-        x = random((batch, shape.inputs, shape.side, shape.side), TORCH[dtype], device).to(memory_format=torch.channels_last)
-        weight = random(weight_shape, TORCH[dtype], device).to(memory_format=torch.channels_last)
+        x = random((batch, shape.inputs, shape.side, shape.side), TORCH[dtype], device).to(memory_format=layout)
+        weight = random(weight_shape, TORCH[dtype], device).to(memory_format=layout)
         bias = random((shape.outputs,), TORCH[dtype], device)
         return [lambda: F.conv2d(x, weight, bias, shape.stride, groups=shape.groups)]
 
     elements = batch * shape.inputs * shape.side**2 + weights + shape.outputs + batch * shape.outputs * shape.pixels
     return Case(
         kind=CONVOLUTION,
-        name="aten.convolution",
+        name=f"{FUSED} aten.convolution" if compiled else "aten.convolution",
         dtype=dtype,
         size=(batch, shape.inputs, shape.outputs, shape.groups, shape.kernel**2, shape.pixels),
         flops=2.0 * batch * weights * shape.pixels,

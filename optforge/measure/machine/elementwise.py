@@ -112,10 +112,12 @@ def fused(device: torch.device) -> Iterator[Case]:
     for width in (4096, 2048, 576) if cuda else (576,):
         yield from _Fused(REDUCTION, "bf16", _norm, (BF16_ROWS, BF16_ROWS, CHANNELS), 8).cases(device, width, many)
         yield from _Fused(REDUCTION, "int8", int8_rows, (BF16_ROWS,), 3).cases(device, width, many)
+        yield from _Fused(REDUCTION, "int8", _norm_int8, (BF16_ROWS, BF16_ROWS, CHANNELS), 7).cases(device, width, many)
         if cuda:
             yield from _Fused(REDUCTION, "fp8", _round_fp8, (BF16_ROWS,), 3).cases(device, width, many)
     for width in (14336, 8192, 1536) if cuda else (1536,):
         yield from _Fused(POINTWISE, "bf16", _swiglu, (TWICE,), 6).cases(device, width, many)
+        yield from _Fused(REDUCTION, "int8", _swiglu_int8, (TWICE,), 5).cases(device, width, many)
     for width in (4096, 2048) if cuda else (576, 3072):
         yield from _Fused(POINTWISE, "bf16", _dequantize, (FP32_ROWS, SCALES, SCALES, CHANNELS), 6).cases(device, width, many)
     for dtype, rows in (("fp32", FP32_ROWS), ("bf16", BF16_ROWS)):
@@ -196,6 +198,16 @@ def _round_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def _swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def _norm_int8(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """A layer's beginning whose product takes int8: the rows are gone over once for the norm and twice for their range."""
+    total, normed = _norm(x, residual, weight)
+    return total, *int8_rows(normed)
+
+
+def _swiglu_int8(x: Tensor) -> tuple[Tensor, ...]:
+    return int8_rows(_swiglu(x))
 
 
 def _dequantize(sums: Tensor, scale: Tensor, offset: Tensor, weight_sum: Tensor) -> Tensor:

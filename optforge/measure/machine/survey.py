@@ -14,7 +14,7 @@ import torch
 from optforge.measure.machine import attention, convolutions, elementwise, overheads, peaks, products
 from optforge.measure.machine.case import Case, cache_bytes, copies
 from optforge.measure.machine.clock import Call, Clock, HostClock, Timed, clock_for
-from optforge.measure.machine.point import Overheads, Peaks, Point
+from optforge.measure.machine.point import CONVOLUTION, POINTWISE, REDUCTION, Overheads, Peaks, Point
 
 Tell = Callable[[str], Any]
 LONGEST_S = {"cpu": 0.15, "cuda": 0.03}
@@ -23,6 +23,9 @@ MOST_BYTES = {"cpu": 1.5e9, "cuda": 1.2e10}
 """Cases that hold more memory are left out."""
 NOISY, USELESS = 0.3, 1.0
 """Spread above which a point is measured again, and above which it is left out if it still spreads so."""
+NEW_PAGES = 6e7
+"""On a CPU, elementwise cases and convolutions that touch more bytes are left out: glibc maps results above 32 MB anew for every call, and
+filling new pages takes many times as long as the operator. Compiled programs reuse their memory."""
 LEAST_SHARE = 0.25
 """On a CPU a point whose work is less than this share of its time is left out: the rest is the launch, and its noise."""
 SMALLEST_SHARE = 0.02
@@ -111,16 +114,14 @@ class _Surveyor:
     def __init__(self, device: torch.device, known: Survey) -> None:
         self.device, self.known = device, known
         self.clock: Clock = clock_for(device)
-        self.direct = overheads.direct_call(device)
+        self.direct, self.program = overheads.direct_call(device), overheads.direct_program(device)
         self.cache = cache_bytes(device)
 
     def measured(self, case: Case) -> Point | str:
         """The point, or why there is none."""
-        if (ideal := self._ideal(case)) > LONGEST_S[self.device.type]:
-            return f"would take {ideal:.2g} s at the peak"
+        if (refused := self._refused(case)) is not None:
+            return refused
         room = MOST_BYTES[self.device.type] - case.bytes - case.extra
-        if room < 0:
-            return f"needs {(case.bytes + case.extra) / 1e9:.1f} GB"
         many = min(copies(case, self.cache), max(1, int(room // max(case.cold, 1))))
         try:
             timed = self._timed(self._spaced(case, case.make(many)), self.clock if case.captures else HostClock(device=self.device))
@@ -142,6 +143,17 @@ class _Surveyor:
             seconds=max(work, SMALLEST_SHARE * timed.seconds),
             spread=timed.spread,
         )
+
+    def _refused(self, case: Case) -> str | None:
+        """Why a case is not measured at all, or None."""
+        cpu = self.device.type == "cpu"
+        if cpu and case.kind in (POINTWISE, REDUCTION, CONVOLUTION) and case.bytes > NEW_PAGES:
+            return "its tensors are so large that the system hands out new pages for every call"
+        if (ideal := self._ideal(case)) > LONGEST_S[self.device.type]:
+            return f"would take {ideal:.2g} s at the peak"
+        if case.bytes + case.extra > MOST_BYTES[self.device.type]:
+            return f"needs {(case.bytes + case.extra) / 1e9:.1f} GB"
+        return None
 
     def _ideal(self, case: Case) -> float:
         peaks = self.known.peaks
@@ -169,4 +181,4 @@ class _Surveyor:
         known = self.known.overheads
         if self.device.type == "cuda":
             return (1 + case.apart) * known.captured_kernel
-        return known.compiled_region + known.compiled_kernel if case.compiled else self.direct
+        return self.program if case.compiled else self.direct
