@@ -11,7 +11,9 @@ import torch
 import yaml
 
 from optforge import config
+from optforge.config.build import FP8_FORMATS
 from optforge.errors import ConfigError
+from optforge.kernels.formats import FORMATS
 from optforge.plan.devices import DEVICE_NAMES
 from optforge.spec import Hardware
 
@@ -181,6 +183,10 @@ def test_backend_follows_from_the_arch() -> None:
         assert profile.arch.startswith(prefixes[profile.backend])
 
 
+def test_the_checked_names_of_fp8_formats_are_those_of_the_kernels() -> None:
+    assert set(FP8_FORMATS) == set(FORMATS)
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -188,6 +194,8 @@ def test_backend_follows_from_the_arch() -> None:
         ("hardware.peak_flops={fp9: 1e12}", "hardware.peak_flops.fp9: unknown dtype 'fp9'; did you mean fp"),
         ("hardware.peak_flops={fp8: -1}", "hardware.peak_flops.fp8: must be above 0, got -1"),
         ("hardware.memory_bytes=0", "hardware.memory_bytes: must be above 0, got 0"),
+        ("hardware.fp8_format=e4m3", "hardware.fp8_format: unknown format 'e4m3'; did you mean e4m3fn"),
+        ("hardware.fp8_format=xyz", "hardware.fp8_format: unknown format 'xyz'; known: e4m3fn, e4m3fnuz, or null"),
     ],
 )
 def test_a_profile_that_no_device_can_have_is_refused(override: str, told: str, tmp_path: Path) -> None:

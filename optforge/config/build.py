@@ -25,6 +25,8 @@ ABOVE_ZERO = ("tokens", "window", "items", "min_rounds", "max_s", "budget_s", "s
 
 PEAKS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4", "int4")
 """Product dtypes that a hardware profile may give a peak for."""
+FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
+"""Names of `kernels.formats.FORMATS`, which a test holds equal: that module imports torch."""
 LEAST_RATE = 1e6
 """Peaks and bandwidths below are mistakes of unit (4.8 for 4.8 TB/s)."""
 BACKENDS_TO_COME = ("amd", "xla")
@@ -171,7 +173,7 @@ def _hardware(node: Json, sources: Sources) -> spec.Hardware:
 
 
 def _wrong_figures(profile: spec.Hardware, sources: Sources) -> list[Problem]:
-    """A backend that no profile and no plug-in has, a dtype that has no peak, and figures that are not above zero."""
+    """A backend that no profile and no plug-in has, a dtype that has no peak, an unknown fp8 format, and figures not above zero."""
     problems = []
     backends = sorted({*registry.names("backends"), *BACKENDS_TO_COME})
     if profile.backend not in (*backends, "auto"):
@@ -181,6 +183,9 @@ def _wrong_figures(profile: spec.Hardware, sources: Sources) -> list[Problem]:
         if dtype not in PEAKS:
             what, fix = f"unknown dtype {dtype!r}", near(dtype, PEAKS) or f"known: {', '.join(PEAKS)}"
             problems.append(Problem(where=sources.where(f"hardware.peak_flops.{dtype}"), what=what, fix=fix))
+    if profile.fp8_format not in (None, *FP8_FORMATS):
+        known = near(profile.fp8_format, FP8_FORMATS) or f"known: {', '.join(FP8_FORMATS)}, or null without fp8 units"
+        problems.append(Problem(where=sources.where("hardware.fp8_format"), what=f"unknown format {profile.fp8_format!r}", fix=known))
     figures = {f"peak_flops.{dtype}": peak for dtype, peak in profile.peak_flops.items()}
     figures |= {
         key: getattr(profile, key)
