@@ -177,7 +177,7 @@ def _sized(graph: Graph, priced: Sequence[Priced], hardware: Hardware, mode: str
         kv_cache_bytes=cache,
         fits=needed <= hardware.memory_bytes if hardware.memory_bytes else None,
         rows=rows(priced, graph.passes),
-        top=top(priced, graph.passes) if known else [],
+        top=top(priced, graph.passes) if known and graph.unknown is None else [],
         notes=[*graph.notes, *partial, *sorted({item.price.note for item in priced if item.price.note})],
     )
 

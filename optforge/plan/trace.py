@@ -26,7 +26,8 @@ from optforge.data.base import DataSource
 from optforge.kernels import dispatch
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
-from optforge.plan.kinds import access, describe, dtype_name
+from optforge.plan import memo
+from optforge.plan.kinds import Described, access, describe, dtype_name
 from optforge.plan.training import with_update
 from optforge.spec import Hardware
 from optforge.workloads.base import Workload
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 NO_FAKE = "no fake impl registered"
 """In PyTorch's words about an operator that says nothing of its outputs."""
+DEPENDS = "has an output whose size depends on values"
+"""Of PyTorch's own operators, which have fakes: a mask as an index, `nonzero`."""
 
 CONSTANT_ELEMENTS = 2**22
 """Largest tensor of whole numbers that is computed for real."""
@@ -109,6 +112,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         known, found = self._constants.computed(func, args, kwargs, inputs)
         if known and func is torch.ops.aten._local_scalar_dense.default:
             return found
+        key = None if known else memo.key(func, args, kwargs)
+        if (remembered := memo.found(key)) is not None:
+            outputs = remembered.outputs()
+            if remembered.described is not None:
+                self._add(remembered.described.of(inputs, outputs))
+            return outputs[0] if remembered.single else remembered.wrap(outputs)
         try:
             out = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:  # a RuntimeError: one made by `torch.library.custom_op`
@@ -118,7 +127,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if known:
             self._constants.keep(outputs, found)
-        self._note(func, args, inputs, outputs)
+        described = self._note(func, args, inputs, outputs)
+        memo.keep(key, func, inputs, out, outputs, described)
         return out
 
     def value(self, tensor: Tensor, role: str, name: str = "") -> int:
@@ -160,15 +170,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
                 self.graph.values[key] = g.Value(key=key, bytes=self.graph.values[key].bytes, role="gradient", name=name)
                 self.graph.training = True
 
-    def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Described | None:
+        """Writes the operator down, where it did something; None for a view, and for memory without content."""
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         mutates = func._schema.is_mutable
         made = [tensor for tensor in outputs if mutates or tensor.untyped_storage()._cdata not in known]
         described = describe(func, args, inputs, outputs) if made or mutates else None
-        if described is None:  # a view, or memory without content
+        if described is None:
             for tensor in outputs:
                 self.value(tensor, "value")
-            return
+            return None
+        self._add(described)
+        return described
+
+    def _add(self, described: Described) -> None:
         reads = tuple(g.Access(key=self.value(tensor, "input"), bytes=size) for tensor, size in described.reads)
         writes = tuple(g.Access(key=self.value(tensor, "value"), bytes=size) for tensor, size in described.writes)
         self.add(
@@ -187,14 +202,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         )
 
     def _unknown(self, func: Any, inputs: list[Tensor], error: Exception) -> Any:
-        """An operator without a fake implementation: named, its output taken to look like its first input."""
+        """An operator that says nothing of its output on meta: named, its output taken to look like its first input."""
         name = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
         returns = func._schema.returns
         if not inputs or len(returns) != 1 or str(returns[0].type) != "Tensor":
             raise error
         out = torch.empty_like(inputs[0])
+        own = func.namespace != "aten"
         self.graph.notes.append(
-            f"{name} has no fake implementation (torch.library.register_fake): its work is unknown, "
+            f"{name} {'has no fake implementation (torch.library.register_fake)' if own else DEPENDS}: its work is unknown, "
             f"and its output is taken to have the shape of its first input, {list(inputs[0].shape)}"
         )
         self.add(
@@ -207,7 +223,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
                 size=tuple(out.shape),
                 reads=self.accesses(inputs, "input"),
                 writes=self.accesses([out]),
-                why="no fake implementation",
+                why="no fake implementation" if own else DEPENDS,
             )
         )
         return out

@@ -17,6 +17,8 @@ from optforge.spec import Downgrade
 
 BETTER, WORSE = 1.02, 0.98
 """Ratios from which a prediction counts as a gain or a regression; the same as for measured ones."""
+FAR = 100.0
+"""Times faster at the peaks, from which they are no limit that matters."""
 AS_LOADED, COMPILED_BASELINE = "as loaded", "compiled baseline"
 """Names of the rows of a plan that are no step."""
 
@@ -77,7 +79,7 @@ def _of_time(verdict: Verdict, study: Study) -> None:
     verdict.gain = ratio(reference, last)
     if reference is None or last is None or verdict.gain is None:
         reason = study.speed.reason if study.speed is not None and study.speed.reason else "no time could be predicted"
-        verdict.sentence = f"gain unknown: {reason}"
+        verdict.sentence = f"unknown: {reason}"
         return
     if last is reference:
         verdict.outcome = NO_GAIN
@@ -118,7 +120,12 @@ def _bound(verdict: Verdict, reference: SpeedRow, last: SpeedRow) -> str:
         return f"{words}; caches serve part of what the roofline takes from memory"
     verdict.at_most = verdict.gain * last.latency_ms / last.ideal_ms
     verdict.at_equal_efficiency = verdict.at_most * reference.ideal_ms / reference.latency_ms
-    return f"{words}: {verdict.at_equal_efficiency:.2f} times at equal efficiency, at most {verdict.at_most:.2f} times at the peaks"
+    return f"{words}: {verdict.at_equal_efficiency:.2f} times at equal efficiency, {_at_most(verdict.at_most)}"
+
+
+def _at_most(value: float) -> str:
+    """What the peaks would allow; far from them, as where launches are the limit, the figure would say nothing."""
+    return f"at most {value:.2f} times at the peaks" if value < FAR else "nowhere near the peaks"
 
 
 def _of_bytes(verdict: Verdict, study: Study, goal: str) -> None:
@@ -203,6 +210,8 @@ def _next(verdict: Verdict, study: Study) -> None:
         only_planned = only_planned or (SHARDED if _shards(study, change) else "")
     elif fit is not None and fit.memory_bytes is None:
         verdict.why = f"to be told whether it fits, add hardware.memory_bytes=<bytes of one {study.target.get('name')}>"
+    if fit is not None and fit.fits and fit.rows[0].fits is False and not only_planned:
+        verdict.why = "the model as loaded does not fit, so the run has no baseline: it tells the recipe's own speed and no gain"
     if only_planned:
         verdict.why = f"{verdict.why}; {only_planned}" if verdict.why else only_planned
         words[1] = "plan"

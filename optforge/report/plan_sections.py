@@ -225,7 +225,8 @@ def speed_lines(speed: Speed) -> Iterator[Line]:
     for item in speed.unknown:
         where = f" in {item.module}" if item.module else ""
         yield "unknown", f"{item.name}, {counted(item.count, 'time')}{where}: {item.why}; its part is left out of every figure"
-    yield "basis", speed.basis
+    if speed.known:
+        yield "basis", speed.basis
     if speed.calibration is not None:
         source = speed.calibration
         of = f"measured on {source.device} itself" if source.exact else f"borrowed from {source.device}, the nearest that was measured"

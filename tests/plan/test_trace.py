@@ -15,6 +15,7 @@ from optforge import config
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
 from optforge.plan.make import make
+from optforge.plan.roofline import predict
 from optforge.plan.trace import trace
 from optforge.spec import Hardware
 from optforge.workloads.decode import Decode
@@ -143,6 +144,21 @@ def test_an_operator_without_a_fake_is_named_and_the_rest_stands() -> None:
     assert "opttest.mystery" in traced.notes[0] and "register_fake" in traced.notes[0]
 
 
+def test_an_index_by_a_mask_is_not_called_an_operator_without_a_fake() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(x[x[:, 0] > 0])
+            return result
+
+    traced = trace(module(Net(), torch.zeros(2, 8)), Forward(), DATA, CPU)
+    assert [op.why for op in traced.unknown_operators()] == ["has an output whose size depends on values"]
+    assert not any("register_fake" in note for note in traced.notes)
+
+
 def test_a_model_that_reads_values_ends_the_graph_and_says_where() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -156,6 +172,7 @@ def test_a_model_that_reads_values_ends_the_graph_and_says_where() -> None:
     traced = trace(module(Net(), torch.zeros(2, 8)), Forward(), DATA, CPU)
     assert traced.unknown is not None and "cannot be followed" in traced.unknown
     assert traced.operators[0].kind == g.PRODUCT
+    assert not predict(traced, config.hardware("h100"), mode="eager").top, "no shares of a pass that was not seen whole"
 
 
 def test_positions_are_known_though_nothing_is_computed() -> None:

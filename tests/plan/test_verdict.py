@@ -102,6 +102,21 @@ def test_b45_a_recipe_that_was_measured_slower_on_this_device_is_no_gain_whateve
     assert "1.47 times: faster for llama3_8b on h200" in study.verdict.measured
 
 
+def test_far_from_the_peaks_no_factor_is_told() -> None:
+    study = planned()
+    study.speed.rows[2].bound, study.speed.rows[2].ideal_ms = "launch", 0.001
+    assert judged(study).verdict.bound.endswith("at equal efficiency, nowhere near the peaks")
+
+
+def test_a_model_that_fits_only_after_the_recipe_has_no_baseline_and_the_plan_says_so() -> None:
+    found = fit(60.0, 80.0)
+    found.rows[0].fits = False  # 120 of 80
+    study = judged(planned(fit=found))
+    assert study.verdict.outcome == "gain" and study.verdict.command.startswith("optforge run")
+    assert study.verdict.why.startswith("the model as loaded does not fit, so the run has no baseline")
+    assert not judged(planned(fit=fit(30.0, 80.0))).verdict.why
+
+
 def test_only_a_calibrated_prediction_is_called_expected() -> None:
     study = planned()
     study.speed.calibration = Source(name="h200", device="NVIDIA H200", exact=False, source="a file")
@@ -120,7 +135,7 @@ def test_an_unknown_time_is_not_guessed() -> None:
     study = planned(after=None)
     study.speed.reason = "the profile cpu has no published peaks"
     assert judged(study).verdict.outcome == "unknown"
-    assert study.verdict.gain is None and study.verdict.sentence == "gain unknown: the profile cpu has no published peaks"
+    assert study.verdict.gain is None and study.verdict.sentence == "unknown: the profile cpu has no published peaks"
 
 
 @pytest.mark.parametrize(
