@@ -26,8 +26,7 @@ from optforge.data.base import DataSource
 from optforge.kernels import dispatch
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
-from optforge.plan import memo
-from optforge.plan.kinds import Described, access, describe, dtype_name
+from optforge.plan.kinds import access, describe, dtype_name
 from optforge.plan.training import with_update
 from optforge.spec import Hardware
 from optforge.workloads.base import Workload
@@ -112,12 +111,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         known, found = self._constants.computed(func, args, kwargs, inputs)
         if known and func is torch.ops.aten._local_scalar_dense.default:
             return found
-        key = None if known else memo.key(func, args, kwargs)
-        if (remembered := memo.found(key)) is not None:
-            outputs = remembered.outputs()
-            if remembered.described is not None:
-                self._add(remembered.described.of(inputs, outputs))
-            return outputs[0] if remembered.single else remembered.wrap(outputs)
         try:
             out = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:  # a RuntimeError: one made by `torch.library.custom_op`
@@ -127,8 +120,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if known:
             self._constants.keep(outputs, found)
-        described = self._note(func, args, inputs, outputs)
-        memo.keep(key, func, inputs, out, outputs, described)
+        self._note(func, args, inputs, outputs)
         return out
 
     def value(self, tensor: Tensor, role: str, name: str = "") -> int:
@@ -170,20 +162,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
                 self.graph.values[key] = g.Value(key=key, bytes=self.graph.values[key].bytes, role="gradient", name=name)
                 self.graph.training = True
 
-    def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Described | None:
-        """Writes the operator down, where it did something; None for a view, and for memory without content."""
+    def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         mutates = func._schema.is_mutable
         made = [tensor for tensor in outputs if mutates or tensor.untyped_storage()._cdata not in known]
         described = describe(func, args, inputs, outputs) if made or mutates else None
-        if described is None:
+        if described is None:  # a view, or memory without content
             for tensor in outputs:
                 self.value(tensor, "value")
-            return None
-        self._add(described)
-        return described
-
-    def _add(self, described: Described) -> None:
+            return
         reads = tuple(g.Access(key=self.value(tensor, "input"), bytes=size) for tensor, size in described.reads)
         writes = tuple(g.Access(key=self.value(tensor, "value"), bytes=size) for tensor, size in described.writes)
         self.add(
