@@ -171,7 +171,9 @@ class Search:
         return statistics.median(taken) if taken else default
 
     def _final_s(self) -> float:
-        """Seconds that the final round will take: a job's, and the timing of all finalists."""
+        """Seconds that the final round will take: a job's, and the timing of all finalists; none where nobody is left for it."""
+        if not any(one.state == MEASURED for one in self.candidates):
+            return 0.0
         return 1.2 * self._job_s(default=self.options.budget_s / 6) + self.measure.max_s * (self.options.finalists + 1) / 2
 
     # --- what the plan says --------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ class Search:
     def _timeout_s(self) -> float:
         """So long that no honest candidate is cut off, and so short that none eats the others' time."""
         usual = self._job_s(default=0.0)
-        fair = max(3 * usual, self.options.budget_s / 8) if usual else self.options.budget_s / 3
+        fair = max(3 * usual, self.options.budget_s / 8) if usual else self.options.budget_s / 2
         return max(min(fair, self.remaining_s - self._final_s()), LEAST_JOB_S)
 
     def _judge(self, candidate: Candidate, result: Result, report: Report) -> None:

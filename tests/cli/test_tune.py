@@ -36,9 +36,9 @@ def build():
     return Wide(), torch.ones(64, 1024)
 """
 CAST = "name: cast\ngoal: latency\nsteps:\n  cast: {use: precision/bf16}\n"
-HALF = "name: half\ngoal: latency\nsteps:\n  cast: {use: precision/fp16}\n"
+SMALL = "name: small\ngoal: latency\nsteps:\n  weights: {use: quantize/int8_weight}\n"
 TINY = ("hardware=cpu", "model=module", "model.factory=tune_module:build", "workload=forward", "data=inputs", "measure.max_s=0.5")
-GIVEN = ("recipe=./cast.yaml,./half.yaml", "tune.sampler=none")
+GIVEN = ("recipe=./cast.yaml,./small.yaml", "tune.sampler=none")
 HAS_OPTUNA = importlib.util.find_spec("optuna") is not None
 
 
@@ -47,7 +47,7 @@ def tiny(tmp_path: Path) -> list[str]:
     """Words of a search whose jobs take little more than importing torch."""
     (tmp_path / "tune_module.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "cast.yaml").write_text(CAST, encoding="utf-8")
-    (tmp_path / "half.yaml").write_text(HALF, encoding="utf-8")
+    (tmp_path / "small.yaml").write_text(SMALL, encoding="utf-8")
     return list(TINY)
 
 
@@ -123,10 +123,10 @@ def test_a_search_names_a_winner_that_runs_and_resumes_without_a_job(optforge: O
     folder = _folder(tmp_path)
     found = _tune(folder)
     assert set(_states(found).values()) == {"measured"}
-    assert set(found["final_round"]["samples_s"]) == {"cast", "half"}
+    assert set(found["final_round"]["samples_s"]) == {"cast", "small"}
     rounds = {len(samples) for samples in [*found["final_round"]["samples_s"].values(), found["final_round"]["baseline_samples_s"]]}
     assert len(rounds) == 1, "all were timed in the same rounds"
-    assert found["winner"] in ("cast", "half", "as_loaded")
+    assert found["winner"] in ("cast", "small", "as_loaded")
     assert f"winner: {found['winner']}" in done.stdout
     sweep = store.read(folder)
     assert [job.status for job in sweep.jobs] == ["done", "done"]
@@ -159,7 +159,7 @@ def test_out_of_memory_is_a_record_and_the_search_goes_on(optforge: Optforge, ti
     done = optforge("tune", *GIVEN, *tiny, OOM_IN_BF16="1")
     assert done.returncode == 0, done.stderr
     found = _tune(_folder(tmp_path))
-    assert _states(found) == {"cast": "failed", "half": "measured"}
+    assert _states(found) == {"cast": "failed", "small": "measured"}
     (failed,) = [one for one in found["candidates"] if one["name"] == "cast"]
     assert failed["why"].startswith("oom: ")
     assert sorted(job.status for job in store.read(_folder(tmp_path)).jobs) == ["done", "oom"]
