@@ -16,18 +16,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optforge.atomic import write_bytes
 from optforge.backends.base import Backend
 from optforge.cache import cache_dir
 from optforge.config.build import profile
 from optforge.measure.machine.point import Peaks
-from optforge.measure.machine.survey import Survey, quick, survey
 from optforge.plan import calibration_file
 from optforge.plan.efficiency import Calibration
 from optforge.safe_yaml import dumps, read
 from optforge.spec import Hardware
+
+if TYPE_CHECKING:
+    from optforge.measure.machine.survey import Survey
 
 COMMAND = "optforge hardware measure"
 CALIBRATE_S = 240.0
@@ -93,6 +95,8 @@ def measure(seen: Hardware, backend: Backend, tell: Tell, *, calibrate_s: float 
         tell: hears of each part as it begins.
         calibrate_s: seconds for single operators as well; None for peaks and overheads alone, in under a minute.
     """
+    from optforge.measure.machine.survey import quick, survey  # loads Inductor, which takes seconds and no plan needs
+
     device = backend.torch_device()
     with backend.session(0):
         result = quick(device, tell) if calibrate_s is None else survey(device, tell, budget_s=calibrate_s)

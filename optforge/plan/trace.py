@@ -26,7 +26,8 @@ from optforge.data.base import DataSource
 from optforge.kernels import dispatch
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
-from optforge.plan.kinds import access, describe, dtype_name
+from optforge.plan import memo
+from optforge.plan.kinds import Described, access, describe, dtype_name
 from optforge.plan.training import with_update
 from optforge.spec import Hardware
 from optforge.workloads.base import Workload
@@ -105,22 +106,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        flat = memo.leaves((args, kwargs))
+        inputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         for tensor in inputs:
             self.value(tensor, "input")
         known, found = self._constants.computed(func, args, kwargs, inputs)
         if known and func is torch.ops.aten._local_scalar_dense.default:
             return found
+        key = None if known else memo.key(func, args, kwargs, flat)
+        if (remembered := memo.found(key)) is not None:
+            outputs = remembered.outputs()
+            if remembered.described is not None:
+                self._add(remembered.described.of(inputs, outputs))
+            else:
+                self.accesses(outputs)
+            return outputs[0] if remembered.single else remembered.wrap(outputs)
         try:
             out = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:  # a RuntimeError: one made by `torch.library.custom_op`
             if not isinstance(error, NotImplementedError) and NO_FAKE not in str(error):
                 raise
             return self._unknown(func, inputs, error)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in memo.leaves(out) if isinstance(leaf, Tensor)]
         if known:
             self._constants.keep(outputs, found)
-        self._note(func, args, inputs, outputs)
+        described = self._note(func, args, inputs, outputs)
+        memo.keep(key, func, inputs, out, described)
         return out
 
     def value(self, tensor: Tensor, role: str, name: str = "") -> int:
@@ -162,15 +173,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
                 self.graph.values[key] = g.Value(key=key, bytes=self.graph.values[key].bytes, role="gradient", name=name)
                 self.graph.training = True
 
-    def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Described | None:
+        """Writes the operator down, where it did something; None for a view, and for memory without content."""
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         mutates = func._schema.is_mutable
         made = [tensor for tensor in outputs if mutates or tensor.untyped_storage()._cdata not in known]
         described = describe(func, args, inputs, outputs) if made or mutates else None
-        if described is None:  # a view, or memory without content
+        if described is None:
             for tensor in outputs:
                 self.value(tensor, "value")
-            return
+            return None
+        self._add(described)
+        return described
+
+    def _add(self, described: Described) -> None:
         reads = tuple(g.Access(key=self.value(tensor, "input"), bytes=size) for tensor, size in described.reads)
         writes = tuple(g.Access(key=self.value(tensor, "value"), bytes=size) for tensor, size in described.writes)
         self.add(

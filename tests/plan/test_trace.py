@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from optforge import config
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
+from optforge.plan import memo
 from optforge.plan.make import make
 from optforge.plan.roofline import predict
 from optforge.plan.trace import trace
@@ -184,3 +185,15 @@ def test_positions_are_known_though_nothing_is_computed() -> None:
     traced = trace(module(Net(), torch.zeros(4, 8)), Forward(), DATA, CPU)
     assert traced.unknown is None
     assert traced.operators[-1].name == "aten.add"
+
+
+def test_what_is_remembered_is_what_would_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(graph: g.Graph) -> list[object]:
+        return [(op.name, op.kind, op.dtype, op.size, op.flops, op.reads, op.writes, op.module) for op in graph.operators]
+
+    workload = Prefill(batch_size=2, prompt_tokens=16)
+    remembered = [trace(llama(), workload, DATA, GPU) for _ in range(2)][-1]
+    monkeypatch.setattr(memo, "key", lambda *_: None)
+    worked_out = trace(llama(), workload, DATA, GPU)
+    assert told(remembered) == told(worked_out)
+    assert remembered.values == worked_out.values

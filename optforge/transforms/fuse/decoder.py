@@ -68,7 +68,7 @@ def apply(model: nn.Module, ignore: list[str], ctx: Context, *, regroup: bool) -
             _pack(group, receipt)
     if not receipt.touched:
         raise PlanError(_nothing(model, sites, receipt, ctx))
-    if not model.training:  # dropout would differ from one pass to the next
+    if not model.training and not ctx.planning:  # dropout would differ from one pass to the next; the plan traces the result
         hold_equal(before, outputs(model, example, ctx), ctx)
     if regroup:
         _regroup(model, receipt, ctx, example)
