@@ -63,7 +63,7 @@ TURNS = {
 """What takes turns: the first, and what it is divided by (a run) or what is divided by it (a pair)."""
 ROUNDS = 24
 BATCH_S = 0.02
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 
 # --- the program -------------------------------------------------------------------------------------------------------

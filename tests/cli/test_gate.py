@@ -148,9 +148,9 @@ def test_gates_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.case("B102")
 @pytest.mark.case("B146")
 def test_two_worktrees_and_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """B is ten times as wide, A leaves torch's defaults changed, and B has an interpreter of its own, which says that it was used."""
-    spoils = "torch.set_default_dtype(torch.float64); torch.manual_seed(7)"
-    before, after = worktree(tmp_path / "before", width=64, does=spoils), worktree(tmp_path / "after", width=4096)
+    """B is much wider, A patches a class of torch, which B must not see, and B has an interpreter of its own, which says that it was used."""
+    spoils, looks = "nn.Linear.spoilt = True", "assert not hasattr(nn.Linear, 'spoilt')"
+    before, after = worktree(tmp_path / "before", width=64, does=spoils), worktree(tmp_path / "after", width=4096, does=looks)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho used >> {tmp_path}/used\nexec {sys.executable} "$@"\n', encoding="utf-8")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)

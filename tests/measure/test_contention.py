@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,3 +97,19 @@ def test_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch, looks: list[list[in
     assert found["contention"]["other_processes"] == others
     assert found.get("contended") is (None if others is None else others > 0)
     assert "sm_clock_mhz" in found["contention"] and "other_cpu_share" in found["contention"]
+
+
+def test_a_report_says_whether_the_device_was_shared(tmp_path: Path) -> None:
+    """A whole run of a small module: what the report on disk says agrees with itself."""
+    import torch
+
+    from optforge import api
+    from optforge.report import store
+
+    overrides = ["measure.max_s=0.1", "quality.enabled=false"]
+    api.optimize(torch.nn.Linear(8, 8), "baseline", example=torch.zeros(2, 8), hardware="cpu", overrides=overrides, folder=tmp_path)
+    environment = store.read(tmp_path).environment
+    share = environment["contention"]["other_cpu_share"]
+    assert 0.0 <= share <= 1.0
+    assert environment["contended"] is (share > contention.SHARED)
+    assert environment["contention"]["seconds"] > 0.1
