@@ -36,7 +36,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from optforge.gate import ab, figures, judge, limits
+from optforge.gate import ab, figures, judge, limits, stored
 from optforge.gate import statistics as estimates
 from optforge.gate.interleave import alternate
 from optforge.gate.side import Side
@@ -184,7 +184,7 @@ def stored_rate(records: Records, generator: random.Random, *, base: int, new: i
         slower: what the new run's time is multiplied by.
         works: whether the new run is of the candidate that really works more.
     """
-    limit = limits.parse(f"{PATH} <= {STORED_LIMIT}")
+    limit, rules = limits.parse(f"{PATH} <= {STORED_LIMIT}"), limits.Rules(limits=())
     missed = 0
     for _ in range(DRAWS):
         drawn = generator.sample(range(len(records.pairs)), base + new)
@@ -192,7 +192,9 @@ def stored_rate(records: Records, generator: random.Random, *, base: int, new: i
         unchanged = [records.runs[index][generator.randrange(2)] for index in drawn[base:]]
         after = [records.slower[index] for index in drawn[base:]] if works else unchanged
         after = [replace(figure, value=figure.value * slower) for figure in after]
-        missed += judge.hold(limit, estimates.of_runs(after, before, limits.Rules.run_to_run)).verdict == judge.MISSED
+        contended = any(records.pairs[index]["load"].get("contended") for index in drawn)
+        found = estimates.of_runs(after, before, stored.assumed(PATH, rules, contended=contended))
+        missed += judge.hold(limit, found).verdict == judge.MISSED
     return missed / DRAWS
 
 
@@ -254,7 +256,7 @@ def _document(records: Records, rows: Sequence[tuple[str, str, float, str, bool]
         "",
         f"{2 * len(records.pairs)} runs in {len(records.pairs)} pairs, {first['started']} to {last['started']}; "
         f"{first['cpu']}, {first['cores']} cores, "
-        f"{first['threads']} threads, torch {first['torch']}. Other programs took {statistics.median(loads):.0%} of the cores' time "
+        f"threads of the program: {first['threads']}, torch {first['torch']}. Other programs took {statistics.median(loads):.0%} of the cores' time "
         f"(median of the pairs; most {max(loads):.0%}); {shared} pairs count as contended.",
         "",
         f"    python benchmarks/gate_noise.py report {path.name}",

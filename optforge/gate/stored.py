@@ -17,6 +17,8 @@ from optforge.spec import Report
 
 MAY_CHANGE = ("versions", "device software", "measure", conditions.CONTENDED, conditions.EVALUATED)
 """Conditions whose change is often what a gate is there to judge; they are noted. Any other makes two experiments."""
+SHARED_SPREAD = 0.1
+"""Standard deviation between runs that is assumed for times of a shared device: 9% on two cores that others used to 83%."""
 DRIFT = 0.1
 """Change of the reference's own time that is noted."""
 
@@ -92,14 +94,16 @@ def hold(limit: Limit, new: Sequence[Report], base: Sequence[Report], rules: Rul
     if limit.path in figures.TIMES:
         told, against = _ratios(limit, new, base, notes)
         detail = f"{against}{detail}"
-    return judge.hold(limit, estimates.of_runs(told[0], told[1], _assumed(limit.path, rules)), detail)
+    contended = any(report.environment.get(conditions.CONTENDED) for report in (*new, *base))
+    return judge.hold(limit, estimates.of_runs(told[0], told[1], assumed(limit.path, rules, contended=contended)), detail)
 
 
-def _assumed(path: str, rules: Rules) -> float:
-    if path in figures.ALONE:
-        return max(figures.ASSUMED_ALONE, rules.run_to_run)
+def assumed(path: str, rules: Rules, *, contended: bool) -> float:
+    """The standard deviation between runs that is assumed of a figure, as a fraction; 0 for what is counted."""
     timed = path in figures.TIMES or path == figures.REFERENCE or path.startswith(f"{figures.SPEEDUP}.")
-    return rules.run_to_run if timed else 0.0
+    if not timed and path not in figures.ALONE:
+        return 0.0
+    return max(rules.run_to_run, figures.ASSUMED_ALONE if path in figures.ALONE else 0.0, SHARED_SPREAD if contended else 0.0)
 
 
 def _ratios(limit: Limit, new: Sequence[Report], base: Sequence[Report], notes: list[str]) -> tuple[list[list[Figure]], str]:

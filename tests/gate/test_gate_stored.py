@@ -121,6 +121,16 @@ def test_a_shared_device_is_noted() -> None:
     assert any("something else used the device" in note for note in gate(run(environment=environment), "weight_bytes <= +1%").notes)
 
 
+def test_a_shared_device_widens_the_interval_of_a_time_and_of_nothing_else() -> None:
+    """By hand: 10% assumed with 4 degrees of freedom, one run against one: 2.776 x 10% x 1.414 = 39% on the logarithm."""
+    shared = {**json.loads(INT8.read_text())["environment"], "contended": True}
+    slow, slower = run(candidate=1.3, memory=1.1, environment=shared), run(candidate=2.0, environment=shared)
+    assert verdict(run(candidate=1.3), "latency_ms.p50 <= +5%", base=[run()]) == MISSED
+    assert verdict(slow, "latency_ms.p50 <= +5%", base=[run()]) == UNDECIDED
+    assert verdict(slower, "latency_ms.p50 <= +5%", base=[run()]) == MISSED
+    assert verdict(slow, "peak_memory_bytes <= +5%", base=[run()]) == MISSED
+
+
 def test_a_stand_in_is_refused_unless_allowed() -> None:
     stood_in = run(device={**json.loads(INT8.read_text())["device"], "is_target": False}, target={"name": "a100"})
     with pytest.raises(UserError, match="stood in for a100"):
