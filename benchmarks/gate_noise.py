@@ -256,7 +256,8 @@ def _document(records: Records, rows: Sequence[tuple[str, str, float, str, bool]
         "",
         f"{2 * len(records.pairs)} runs in {len(records.pairs)} pairs, {first['started']} to {last['started']}; "
         f"{first['cpu']}, {first['cores']} cores, "
-        f"threads of the program: {first['threads']}, torch {first['torch']}. Other programs took {statistics.median(loads):.0%} of the cores' time "
+        f"threads of the program: {first['threads']}, torch {first['torch']}. "
+        f"Other programs took {statistics.median(loads):.0%} of the cores' time "
         f"(median of the pairs; most {max(loads):.0%}); {shared} pairs count as contended.",
         "",
         f"    python benchmarks/gate_noise.py report {path.name}",
