@@ -21,6 +21,8 @@ from optforge.plan import graph as g
 from optforge.plan.price import FALLBACK
 from optforge.spec import Hardware
 
+NAMED = 4
+"""Operators that a sentence names."""
 NEAREST = 4
 """Points that a value between points is weighted from."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
@@ -106,15 +108,14 @@ class Calibration:
         return f"efficiencies of {self.device}, not of this device; no error known"
 
     def unmeasured(self, kernels: Iterable[g.Kernel]) -> list[str]:
-        """A sentence for each operator that has no point of its own: what it was counted as."""
-        told: dict[str, None] = {}
+        """A sentence for each way in which operators without points of their own were counted."""
+        told: dict[str, dict[str, None]] = {}
         for kernel in kernels:
             _, basis = self._like(kernel)
-            if basis == NONE:
-                told[f"{kernel.name} ({kernel.kind}, {kernel.dtype}) was never measured: it is counted at the peak"] = None
-            elif basis != EXACT:
-                told[f"{_named(kernel)} in {kernel.dtype} was not measured: it is counted like other operators of the {basis}"] = None
-        return list(told)
+            if basis != EXACT:
+                told.setdefault(basis, {})[f"{_named(kernel)} in {kernel.dtype}"] = None
+        counted = {basis: "at the peak" if basis == NONE else f"like other operators of the {basis}" for basis in told}
+        return [f"not measured, so counted {counted[basis]}: {_listed(list(names))}" for basis, names in told.items()]
 
     def _like(self, kernel: g.Kernel) -> tuple[Sequence[Point], str]:
         """The points that speak for a kernel, and how near they come to it."""
@@ -221,6 +222,11 @@ def _names(kernel: g.Kernel) -> list[tuple[str, str]]:
 
 def _named(kernel: g.Kernel) -> str:
     return _names(kernel)[-1][1]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _grouped(points: Iterable[Point], key: Callable[[Point], tuple[str, ...]]) -> dict[tuple[str, ...], list[Point]]:

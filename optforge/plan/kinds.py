@@ -96,6 +96,7 @@ COPIES = frozenset(
         "flip",
         "tril",
         "triu",
+        "embedding_dense_backward",
     }
 )
 
@@ -179,7 +180,7 @@ def _classified(
         return g.CONVOLUTION, _convolution_size(short, args, outputs), dtype_name(args[0].dtype), ""
     first = outputs[0] if outputs else inputs[0]
     shape = tuple(int(extent) for extent in first.shape)
-    if short in ("embedding", "embedding_dense_backward"):
+    if short == "embedding":
         rows = 1
         for extent in shape[:-1]:
             rows *= extent

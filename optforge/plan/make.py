@@ -19,6 +19,7 @@ from optforge.errors import PlanError, Problem, UserError
 from optforge.measure.size import weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan import alternatives, roofline
+from optforge.plan.calibration import calibration_for
 from optforge.plan.devices import choose
 from optforge.plan.graph import Graph
 from optforge.plan.order import Order, order, phase
@@ -207,7 +208,8 @@ class _Planner:
         lowered = step.transform.lower(self.target)
         if lowered is None:
             return step, step.use
-        ranked = alternatives.alternatives(step, self.loaded.module, graph, self.target, dtype=self.dtype)
+        known = calibration_for(self.target)
+        ranked = alternatives.alternatives(step, self.loaded.module, graph, self.target, dtype=self.dtype, calibration=known)
         runs_as = f"{step.kind}/{lowered.runs_as}"
         if self.run.downgrade == "forbid":
             self.problems.append(alternatives.refusal(step, lowered, self.target, ranked))

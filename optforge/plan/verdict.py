@@ -11,7 +11,21 @@ from collections.abc import Iterator, Sequence
 
 from optforge import config
 from optforge.plan import recorded
-from optforge.plan.document import DOES_NOT_FIT, GAIN, NO_GAIN, REGRESSION, UNKNOWN, Change, Fit, Recorded, SpeedRow, Study, Verdict
+from optforge.plan.document import (
+    DOES_NOT_FIT,
+    GAIN,
+    NO_GAIN,
+    REGRESSION,
+    UNKNOWN,
+    Change,
+    Fit,
+    Kernels,
+    Recorded,
+    SpeedRow,
+    Study,
+    Verdict,
+)
+from optforge.plan.kernels import OVER_SHARED_MEMORY, REFUSED
 from optforge.report import figures
 from optforge.spec import Downgrade
 
@@ -62,6 +76,14 @@ def judge(study: Study, *, goal: str, found: Sequence[Recorded]) -> Verdict:
     _measured(verdict, study, found)
     _next(verdict, study)
     return verdict
+
+
+def hold_kernels(verdict: Verdict, kernels: Kernels | None, arch: str) -> None:
+    """A kernel that the target cannot run leaves no gain to expect, whatever was predicted."""
+    failed = [row for row in (kernels.rows if kernels is not None else []) if row.status in (REFUSED, OVER_SHARED_MEMORY)]
+    if failed:
+        verdict.outcome, verdict.gain, verdict.gain_low, verdict.gain_high = UNKNOWN, None, None, None
+        verdict.sentence = f"unknown: {failed[0].kernel} cannot run on {arch} ({failed[0].reason}), so this recipe fails there"
 
 
 def changing(study: Study) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optforge.errors import PlanError, Problem, StepError
@@ -49,7 +51,8 @@ def outputs(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], c
     # transformers reads values on the host unless it sees that it is being traced.
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     fake = FakeTensorMode(allow_non_fake_inputs=True) if on_meta else nullcontext()
-    with torch.inference_mode(False), torch.no_grad(), fake:
+    guess = _Guess() if on_meta else nullcontext()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+    with torch.inference_mode(False), torch.no_grad(), fake, guess:
         try:
             result = model(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -58,6 +61,19 @@ def outputs(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], c
             what = f"the model does not run on its example without weights: {str(error).splitlines()[0]}"
             raise PlanError(Problem(where=f"step {ctx.step}", what=what, fix="drop this step for this model")) from error
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+class _Guess(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves its metaclass hook untyped
+    """Lets data flow through an operator without a fake implementation, as if it returned something like its first input."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except UnsupportedOperatorException:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if not given or len(func._schema.returns) != 1:
+                raise
+            return torch.empty_like(given[0])
 
 
 def hold_equal(before: list[Tensor], after: list[Tensor], ctx: Context) -> None:
