@@ -123,7 +123,9 @@ class CpuBackend:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         refused = ("not enough memory", "can't allocate memory")
-        return isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and any(text in str(error) for text in refused))
+        return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and any(text in str(error) for text in refused)
+        )
 
     def energy_j(self) -> float | None:
         """None: the counters of a CPU package need root and count every other process too."""
