@@ -13,7 +13,7 @@ from pathlib import Path
 
 from optforge import config, isolate, logs
 from optforge.errors import UserError, message
-from optforge.spec import Run
+from optforge.spec import Hardware, Json, Run
 from optforge.tune import space
 from optforge.tune.candidate import Foreseen, Refusal
 from optforge.tune.space import Declared
@@ -24,24 +24,26 @@ class Seen:
     """What the process brings back."""
 
     declared: Declared
+    """Empty where it was not asked for."""
     foreseen: list[Foreseen]
     said: list[str]
 
 
-def look(overrides: Sequence[Sequence[str]], *, cwd: Path, timeout_s: float) -> Seen:
+def look(overrides: Sequence[Sequence[str]], *, cwd: Path, timeout_s: float, space_too: bool = False) -> Seen:
     """Plans each run.
 
     Args:
         overrides: of each run, as `config.parse` gives them.
+        space_too: bring the part of the declared space that applies to the model on the target.
 
     Raises:
         ChildFailed, ChildTimeout: the process crashed, or took too long.
     """
-    seen: Seen = isolate.call(_look, [list(texts) for texts in overrides], cwd, timeout_s=timeout_s)
+    seen: Seen = isolate.call(_look, [list(texts) for texts in overrides], cwd, space_too, timeout_s=timeout_s)
     return seen
 
 
-def _look(overrides: list[list[str]], cwd: Path) -> Seen:
+def _look(overrides: list[list[str]], cwd: Path, space_too: bool) -> Seen:
     from optforge.plan.devices import measure_unknown
 
     said: list[str] = []
@@ -59,7 +61,62 @@ def _look(overrides: list[list[str]], cwd: Path) -> Seen:
                 one = Foreseen(refused=[Refusal(where="plan", what=f"crashed: {type(error).__name__}: {message(error)}"[:300])])
             one.seconds = round(time.perf_counter() - start, 3)
             found.append(one)
-    return Seen(declared=space.declared(), foreseen=found, said=said)
+        declared = _applicable(overrides[0], cwd) if space_too else {}
+    return Seen(declared=declared, foreseen=found, said=said)
+
+
+def _applicable(overrides: list[str], cwd: Path) -> Declared:
+    """The declared space without what cannot be had here: options and values that are refused, or change nothing, even alone.
+
+    Most random combinations hold one of those, and a full plan of each costs seconds. What the target would turn into another option is
+    left out too: that option is in the space under its own name.
+    """
+    from optforge.plan.devices import choose
+
+    found = space.declared()
+    try:
+        run = config.compose(config.parse(overrides, cwd=cwd), cwd=cwd)
+        target, device = choose(run.hardware, config.hardware, require_target=run.require_target)
+    except UserError:  # the plans have told why; the space is of no use then
+        return found
+    return {
+        kind: {
+            option: {
+                name: kept
+                for name, values in fields.items()
+                if (kept := [value for value in values if _applies(run, target, device.hardware, f"{kind}/{option}", {name: value})])
+            }
+            for option, fields in options.items()
+            if _applies(run, target, device.hardware, f"{kind}/{option}", {})
+        }
+        for kind, options in found.items()
+    }
+
+
+def _applies(run: Run, target: Hardware, device: Hardware, use: str, values: dict[str, Json]) -> bool:
+    """Whether a step alone is taken, runs as written, and changes something of the structure."""
+    import torch
+
+    from optforge.transforms.base import Context
+
+    loaded = run.model.source.skeleton()
+    workload = run.workload.source
+    try:
+        transform = config.step("step", {"use": use, **values}).transform
+        context = Context(
+            step="step",
+            target=target,
+            device=device,
+            workload=run.workload.kind,
+            uses_cache=workload.uses_cache,
+            seed=run.seed,
+            example=workload.example(loaded, torch.device("meta")),
+        )
+        if transform.lower(target) is not None or any(True for _ in transform.check(context)):
+            return False
+        return bool(transform.apply(loaded.module, context).touched)
+    except UserError:  # refused, which is what was asked
+        return False
 
 
 def _planned(run: Run) -> Foreseen:

@@ -21,7 +21,7 @@ from optforge.report import figures
 from optforge.report.codec import build
 from optforge.spec import Json, Ratio
 from optforge.tune import judge
-from optforge.tune.candidate import FAILED, MEASURED, MISSED, PRUNED, REFUSED, WAITING, Candidate
+from optforge.tune.candidate import FAILED, HAND_WRITTEN, MEASURED, MISSED, PRUNED, REFUSED, WAITING, Candidate
 from optforge.tune.search import Search, described
 
 SCHEMA_VERSION = 1
@@ -197,7 +197,7 @@ def ordered(search: Search) -> list[Candidate]:
 
 def markdown(search: Search, *, command: str, about: dict[str, str]) -> str:
     """tune.md: what was asked for, what was found, every candidate."""
-    rows = [_cells(one) for one in ordered(search)]
+    rows = [_cells(one) for one in ordered(search) if one.state != REFUSED or one.origin == HAND_WRITTEN]
     limits = ", ".join(f"{key} {bound:g}" for key, bound in search.limits.all.items()) or "each recipe's own"
     lines = [
         f"# Tune: {about['model']}, {about['workload']}, {about['hardware']}",
@@ -209,6 +209,7 @@ def markdown(search: Search, *, command: str, about: dict[str, str]) -> str:
         *(f"- {line.strip()}" for line in sentences(search)),
         "",
         "Predicted times are of the plan, with its error band; they are never ranked with measured ones. Ratios have their 95% interval.",
+        "Proposals that the plan refuses stand in tune.json alone.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",

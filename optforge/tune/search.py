@@ -119,7 +119,7 @@ class Search:
 
     def run(self) -> None:
         """Searches until the time is up, the space is exhausted, or enough was measured; then names the winner."""
-        seen = self._foresee(self.candidates)
+        seen = self._foresee(self.candidates, space_too=not self._exhausted)
         self.space = build(seen.declared, [one.steps for one in self.candidates])
         for one in self.candidates:
             one.params = params_of(one.steps, self.space)
@@ -178,12 +178,12 @@ class Search:
 
     # --- what the plan says --------------------------------------------------------------------------------------
 
-    def _foresee(self, candidates: Sequence[Candidate]) -> foresee.Seen:
+    def _foresee(self, candidates: Sequence[Candidate], *, space_too: bool = False) -> foresee.Seen:
         self._say(f"plan {len(candidates)} recipes: {', '.join(one.name for one in candidates)}")
         for one in candidates:
             self._write(one)
         overrides = [self._overrides(one, {}) for one in candidates]
-        seen = foresee.look(overrides, cwd=self.cwd, timeout_s=max(self.remaining_s, LEAST_PLAN_S))
+        seen = foresee.look(overrides, cwd=self.cwd, timeout_s=max(self.remaining_s, LEAST_PLAN_S), space_too=space_too)
         for one, found in zip(candidates, seen.foreseen, strict=True):
             one.foreseen = found
             if found.refused:
