@@ -71,7 +71,7 @@ def comparison(studies: Sequence[Study]) -> Table:
         key: len({str(getattr(study, key).get("name")) for study in studies}) > 1 for key in ("recipe", "target", "model", "workload")
     }
     names = [key for key in ("recipe", "target", "model", "workload") if several[key]] or ["target"]
-    head = (*names, "fits", "needs", "time", "speed", "bound", "predicted", "runs as written")
+    head = (*names, "fits", "needs", "time", "speed", "bound", "predicted", "from", "runs as written")
     rows, marks = [], {}
     for index, study in enumerate(studies):
         named = [str(getattr(study, key).get("name")) for key in names]
@@ -80,7 +80,7 @@ def comparison(studies: Sequence[Study]) -> Table:
     return Table(
         head=head,
         rows=rows,
-        left=frozenset({*names, "fits", "bound", "predicted", "runs as written"}),
+        left=frozenset({*names, "fits", "bound", "predicted", "from", "runs as written"}),
         wide=frozenset({"needs", "bound"}),
         marks=marks,
     )
@@ -88,7 +88,7 @@ def comparison(studies: Sequence[Study]) -> Table:
 
 def _compared(study: Study) -> list[str]:
     if study.status == REFUSED:
-        return ["", "", "", "", "", "refused", ""]
+        return ["", "", "", "", "", "refused", "", ""]
     last = study.speed.rows[-1] if study.speed is not None and study.speed.rows else None
     fit = study.fit.rows[-1] if study.fit is not None and study.fit.rows else None
     fits_ = figures.NONE if study.fit is None or study.fit.fits is None else "yes" if study.fit.fits else "no"
@@ -100,8 +100,15 @@ def _compared(study: Study) -> list[str]:
         rate(last) if last is not None else figures.NONE,
         (last.bound if last is not None else None) or figures.NONE,
         _gain(study),
+        _from(study),
         written,
     ]
+
+
+def _from(study: Study) -> str:
+    """What the figures stand on: rows on different grounds are no ranking."""
+    known = study.speed.calibration if study.speed is not None else None
+    return "the peaks" if known is None else "this device" if known.exact else f"borrowed, {known.name}"
 
 
 def _gain(study: Study) -> str:
