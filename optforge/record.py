@@ -18,7 +18,6 @@ from optforge.plan.make import Plan
 from optforge.report import store
 from optforge.spec import Hardware, Json, Report
 
-
 ELSEWHERE = ("hardware", "trust")
 """Parts of the resolved run that a report's settings leave out: the target's facts stand in `target`, and trust is never stored."""
 

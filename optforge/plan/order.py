@@ -93,7 +93,9 @@ def _refused(steps: Sequence[Step]) -> list[Problem]:
                     Problem(
                         where=f"steps {earlier.name} and {later.name}",
                         what=f"{later.kind} is written after {earlier.kind}: {why}",
-                        fix=f"write {later.name} before {earlier.name}" if later.kind != earlier.kind else f"drop one, '~steps.{later.name}'",
+                        fix=f"write {later.name} before {earlier.name}"
+                        if later.kind != earlier.kind
+                        else f"drop one, '~steps.{later.name}'",
                     )
                 )
     return problems

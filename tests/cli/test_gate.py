@@ -148,7 +148,7 @@ def test_gates_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.case("B102")
 @pytest.mark.case("B146")
 def test_two_worktrees_and_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """B is much wider, A patches a class of torch, which B must not see, and B has an interpreter of its own, which says that it was used."""
+    """B is much wider; A patches a class of torch, which B must not see; B's own interpreter says that it was used."""
     spoils, looks = "nn.Linear.spoilt = True", "assert not hasattr(nn.Linear, 'spoilt')"
     before, after = worktree(tmp_path / "before", width=64, does=spoils), worktree(tmp_path / "after", width=4096, does=looks)
     python = tmp_path / "python"

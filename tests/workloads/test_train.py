@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 import copy
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_loss_falls_over_twenty_steps(optimizer: Optimizer) -> None:
     loaded = llama()
     work = Train(batch_size=4, sequence=16, optimizer=optimizer).prepare(loaded, Tokens(), CPU)
     losses = [float(work.run(loaded.module)) for _ in range(20)]
-    assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(losses))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
