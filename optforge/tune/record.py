@@ -106,7 +106,9 @@ def recipe_text(search: Search, candidate: Candidate, *, command: str, about: di
     if quality := quality_words(candidate):
         comments.append(f"Quality: {quality}.")
     if candidate.source:
-        comments.append(f"From: {candidate.source}." if candidate.origin == "recipe" else f"Limits from: {candidate.source}.")
+        comments.append(
+            f"From: {Path(candidate.source).name}." if candidate.origin == HAND_WRITTEN else f"Limits from: {candidate.source}."
+        )
     comments.append(f"Command: {command}")
     return safe_yaml.dumps(search.recipe(candidate), comments)
 
