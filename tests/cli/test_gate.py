@@ -165,7 +165,8 @@ def test_two_worktrees_and_an_interpreter_of_its_own(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 3, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "gate --ab: 2 missed of 2 limits"
+    told = done.stdout.splitlines()[-1]  # on a busy machine the second limit may stay undecided
+    assert told in ("gate --ab: 2 missed of 2 limits", "gate --ab: 1 missed, 1 undecided of 2 limits")
     assert (tmp_path / "used").read_text().split() == ["used"] * 3
     (folder,) = (tmp_path / "outputs" / "gates").iterdir()
     reports = {
