@@ -7,7 +7,6 @@ and the caller waits for the process itself, never for a queue that a dead proce
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pickle
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from optforge import processes
 from optforge.errors import ChildFailed, ChildTimeout
 
 CALL, RESULT, OUTPUT = "call.pickle", "result.pickle", "output.txt"
@@ -46,7 +46,8 @@ def call(function: Callable[..., Any] | str, *args: Any, timeout_s: float, env: 
         code = _wait(folder, address, timeout_s, dict(env or {}))
         output = _tail(folder)
         if not (folder / RESULT).exists():
-            raise ChildFailed(f"{address}: the process {_ending(code)}", signal=-code if code < 0 else None, output=output)
+            hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else " and no result" if code >= 0 else ""
+            raise ChildFailed(f"{address}: the process {processes.ending(code)}{hint}", signal=-code if code < 0 else None, output=output)
         done, value = pickle.loads((folder / RESULT).read_bytes())
     if done:
         return value
@@ -67,40 +68,17 @@ def _wait(folder: Path, address: str, timeout_s: float, env: dict[str, str]) -> 
     # the child must find this very copy of the package before it has read the caller's sys.path
     package_root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    with open(folder / OUTPUT, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, **env},
-        )
+    process = processes.start(command, folder / OUTPUT, {"PYTHONPATH": path, **env})
     try:
         return process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise ChildTimeout(f"{address}: still running after {timeout_s:g} s, stopped", output=_tail(folder)) from None
     finally:
-        # also after a normal end: what the child started must not outlive the call
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        processes.end(process)
 
 
 def _tail(folder: Path) -> str:
     return (folder / OUTPUT).read_text(errors="replace")[-TAIL_CHARACTERS:]
-
-
-def _ending(code: int) -> str:
-    """How a process ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code} and no result"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "a signal"
-    hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by {name} ({-code}){hint}"
 
 
 def _child() -> None:

@@ -9,13 +9,12 @@ import contextlib
 import json
 import os
 import selectors
-import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optforge import processes
 from optforge.errors import ChildFailed, ChildTimeout, ConfigError, OptForgeError, OutOfMemory, Problem
 from optforge.gate.serve import PROTOCOL
 
@@ -28,7 +27,7 @@ GRACE_S = 5.0
 class Side:
     """A running process that answers over a pipe; a context manager, which ends it and all that it started."""
 
-    def __init__(self, name: str, command: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, command: Sequence[str], *, cwd: Path, log: Path) -> None:
         """Starts it.
 
         Args:
@@ -36,21 +35,10 @@ class Side:
             command: a program that calls `serve`, and its arguments.
             cwd: the folder it works in.
             log: the file for all that it prints.
-            env: added to the environment.
         """
         self.name, self.log = name, log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                cwd=cwd,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
+        self._process = processes.start(command, log, {}, cwd=cwd, talks=True)
         self._unread = bytearray()
-        self.pid = self._process.pid
 
     def __enter__(self) -> Side:
         return self
@@ -59,11 +47,7 @@ class Side:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        processes.end(self._process, GRACE_S)
         self._process.stdout.close()
 
     def ready(self, timeout_s: float) -> dict[str, Any]:
@@ -123,7 +107,7 @@ class Side:
 
     def _ended(self) -> ChildFailed:
         code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name} ({-code})" if code < 0 else f"ended with exit code {code}"
-        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        last = f" ({' | '.join(lines[-LOG_LINES:])})" if lines else ""
-        return ChildFailed(f"side {self.name}: the process {how}{last}; log: {self.log}", signal=-code if code < 0 else None)
+        lines = processes.tail(self.log, LOG_LINES)
+        last = f" ({' | '.join(lines)})" if lines else ""
+        how = f"the process {processes.ending(code)}{last}"
+        return ChildFailed(f"side {self.name}: {how}; log: {self.log}", signal=-code if code < 0 else None)

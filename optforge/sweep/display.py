@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from optforge import processes
 from optforge.report import figures
 from optforge.spec import Report
 from optforge.sweep import outcome
@@ -69,7 +70,7 @@ class Display:
         if job.status in ENDED_BADLY:
             log = self.folder / job.folder / job.log
             self._line(f"        {escape(job.error or '')}")
-            for line in outcome.tail(log):
+            for line in processes.tail(log, outcome.TAIL_LINES):
                 self._line(f"        [dim]| {escape(line)}[/dim]")
             self._line(f"        [dim]log: {escape(str(log))}[/dim]")
 
@@ -99,7 +100,7 @@ class Display:
             head += f"; about {figures.seconds(remaining)} left"
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for job in (job for job in self.sweep.jobs if job.status == RUNNING):
-            last = outcome.tail(self.folder / job.folder / job.log, 1)
+            last = processes.tail(self.folder / job.folder / job.log, 1)
             seconds = time.monotonic() - self._starts.get(job.index, time.monotonic())
             table.add_row(Text(f"{job.folder}{_on(job)}"), figures.seconds(seconds), Text((last or [""])[-1][:_NOTE], style="dim"))
         return Group(Text(head, style="bold"), table)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
+from optforge import processes
 from optforge.errors import EXIT_LIMIT, EXIT_OK, EXIT_USER
 from optforge.spec import Report
 from optforge.sweep.definition import finished
@@ -12,7 +12,6 @@ from optforge.sweep.store import DONE, FAILED, OOM, Job
 
 TAIL_LINES = 12
 """Lines of a job's own output that are shown with its failure."""
-_TAIL_BYTES = 16384
 
 
 def conclude(job: Job, folder: Path, code: int, *, killed_for_memory: bool = False) -> None:
@@ -34,9 +33,7 @@ def conclude(job: Job, folder: Path, code: int, *, killed_for_memory: bool = Fal
         job.error = _reason(report) if report is not None and report.status == "oom" else "the system killed it when memory ran out"
     else:
         job.status = FAILED
-        job.error = _reason(report) or _last_line(folder / job.log) or _ending(code)
-        if code < 0:
-            job.error = _ending(code)
+        job.error = (_reason(report) if code >= 0 else None) or complaint(folder / job.log, code)
 
 
 def objective(report: Report | None) -> float | None:
@@ -62,17 +59,6 @@ def _code(job: Job) -> int:
     return EXIT_USER if job.status == FAILED and job.exit_code == EXIT_USER else 1
 
 
-def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a job's output, without the empty ones."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
-
-
 def _reason(report: Report | None) -> str | None:
     """What the report says of its own failure, in one line."""
     if report is None or report.error is None:
@@ -82,19 +68,10 @@ def _reason(report: Report | None) -> str | None:
     return f"{report.error.get('type')}: {first}"
 
 
-def _last_line(log: Path) -> str | None:
-    """The last `error: ...` line of a job that ended before it had a report, else its last line."""
-    lines = tail(log)
+def complaint(log: Path, code: int) -> str:
+    """Why a process ended that left no report: the signal that killed it, else its last `error: ...` line, else its last line."""
+    if code < 0:
+        return f"the process {processes.ending(code)}"
+    lines = processes.tail(log, TAIL_LINES)
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    found = errors or lines
-    return found[-1] if found else None
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"the process ended with exit code {code} and left no result"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "a signal"
-    return f"the process was killed by {name} ({-code})"
+    return (errors or lines or [f"the process {processes.ending(code)} and left no result"])[-1]

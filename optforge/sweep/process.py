@@ -6,15 +6,15 @@ the sweep holds tells the job when the sweep is gone, so that no orphan keeps a 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from optforge import processes
 
 LIFELINE = "OPTFORGE_SWEEP_LIFELINE"
 """The variable that tells a job the number of its end of the pipe."""
@@ -39,16 +39,7 @@ class JobProcess:
         self._oom_kills = _oom_kills()
         reader, self._lifeline = os.pipe()
         try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(
-                    list(command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(reader,),
-                    env={**os.environ, **variables, LIFELINE: str(reader)},
-                )
+            self._process = processes.start(command, log, {**variables, LIFELINE: str(reader)}, pass_fds=(reader,))
         except BaseException:
             os.close(self._lifeline)
             raise
@@ -67,6 +58,12 @@ class JobProcess:
             self._reap()
         return code
 
+    def wait(self, limit_s: float) -> int | None:
+        """The exit code; None where it still runs `limit_s` seconds after its start."""
+        while (code := self.poll()) is None and self.seconds < limit_s:
+            time.sleep(POLL_S)
+        return code
+
     def ask_to_stop(self) -> None:
         """SIGTERM, once: a second one would interrupt the writing of the report."""
         if not self._asked:
@@ -76,21 +73,18 @@ class JobProcess:
     def stop(self, grace_s: float = GRACE_S) -> int:
         """Ends it: SIGTERM, then SIGKILL for whoever has not left after `grace_s` seconds."""
         self.ask_to_stop()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=grace_s)
-        self._reap()
-        return self._process.wait()
+        return self._reap(grace_s)
 
     def was_killed_for_memory(self) -> bool:
         """Whether the system killed a process for memory since this one started, which ended by SIGKILL itself."""
         return self._process.returncode == -signal.SIGKILL and _oom_kills() > self._oom_kills
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+    def _reap(self, grace_s: float = 0.0) -> int:
+        code = processes.end(self._process, grace_s)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+        return code
 
 
 def end_with_sweep() -> None:

@@ -7,7 +7,6 @@ chose nobody. It runs in a process of its own (`optforge tune-final FOLDER`), wh
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -19,7 +18,7 @@ from optforge.measure import timing
 from optforge.spec import Json, Ratio
 from optforge.sweep import outcome, store
 from optforge.sweep.devices import Slot
-from optforge.sweep.process import POLL_S, JobProcess, job_command
+from optforge.sweep.process import JobProcess, job_command
 from optforge.sweep.store import Job
 
 REQUEST, RESULT, FOLDER = "request.json", "result.json", "final"
@@ -48,8 +47,7 @@ def run(folder: Path, *, index: int, slot: Slot, limit_s: float) -> Job:
     store.write_status(job, folder.parent)
     process = JobProcess(job_command(["tune-final", str(folder)]), folder / job.log, slot.variables)
     try:
-        while (code := process.poll()) is None and process.seconds < limit_s:
-            time.sleep(POLL_S)
+        code = process.wait(limit_s)
     except BaseException:
         process.stop()
         job.status, job.error = store.INTERRUPTED, "the search was stopped while it ran"
@@ -63,7 +61,7 @@ def run(folder: Path, *, index: int, slot: Slot, limit_s: float) -> Job:
         job.status = store.DONE
     else:
         job.status = store.OOM if process.was_killed_for_memory() else store.FAILED
-        job.error = (outcome.tail(folder / job.log, 1) or [f"exit code {code}"])[-1]
+        job.error = outcome.complaint(folder / job.log, code)
     store.write_status(job, folder.parent)
     return job
 
