@@ -92,8 +92,7 @@ def _code(search: Search) -> int:
     if all(one.state == REFUSED for one in search.candidates):
         found = {(each.where, each.what): each for one in search.candidates for each in one.foreseen.refused}
         raise PlanError(*(Problem(where=each.where, what=each.what, fix=each.fix) for each in found.values()))
-    everyone = [*search.candidates, *([search.as_loaded] if search.as_loaded else [])]
-    return EXIT_LIMIT if any(one.state == MISSED for one in everyone) else EXIT_CRASH
+    return EXIT_LIMIT if any(one.state == MISSED for one in search.everyone) else EXIT_CRASH
 
 
 # --- what was asked ----------------------------------------------------------------------------------------------------

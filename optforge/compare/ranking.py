@@ -6,6 +6,7 @@ Both are taken over rows of one kind only: callers pass the measured rows or the
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from operator import le
 from typing import TypeVar
 
 from optforge.compare.metrics import HIGHER, Metric, Value
@@ -41,15 +42,16 @@ def _high(value: Value) -> float:
 
 def front(values: Mapping[Key, tuple[float, float]], x: Metric, y: Metric) -> set[Key]:
     """Rows on the Pareto front: no other row is at least as good in both figures and better in one."""
-    ordered = sorted(values, key=lambda key: (_cost(values[key][0], x), _cost(values[key][1], y)))
-    found: set[Key] = set()
-    best: float | None = None
-    edge: tuple[float, float] | None = None
-    for key in ordered:
-        across, up = _cost(values[key][0], x), _cost(values[key][1], y)
-        if best is None or up < best or (across, up) == edge:
-            found.add(key)
-            best, edge = up, (across, up)
+    return set(undominated({key: (_cost(across, x), _cost(up, y)) for key, (across, up) in values.items()}))
+
+
+def undominated(costs: Mapping[Key, tuple[float, ...]]) -> list[Key]:
+    """Those of which no other one costs as little in everything and less in something, by their costs in order."""
+    found: list[Key] = []
+    for key in sorted(costs, key=lambda key: costs[key]):  # whoever dominates one stands before it, and so does one of the front
+        own = costs[key]
+        if not any(costs[other] != own and all(map(le, costs[other], own)) for other in found):
+            found.append(key)
     return found
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from optforge import verdicts
+from optforge.compare.ranking import undominated
 from optforge.measure.limits import LIMITS
-from optforge.spec import QualityResult, Ratio, Report
-from optforge.tune.candidate import MEASURED, Candidate, Figures, Foreseen
+from optforge.spec import Measurement, QualityResult, Ratio, Report
+from optforge.tune.candidate import HAND_WRITTEN, MEASURED, Candidate, Figures, Foreseen
 from optforge.tune.options import FIGURE_LIMITS, Limits, TuneOptions
 
 LOSSES = ("kl", "loss_increase", "relative_error")
@@ -26,31 +27,24 @@ def figures(report: Report) -> Figures:
         return Figures()
     values = {} if quality is None else {key: value for key, value in asdict(quality).items() if isinstance(value, float)}
     reason = next((text for text in report.warnings if text.startswith("no quality was measured")), None)
-    return Figures(
-        ratio=time_ratio(report),
-        latency_ms=_number(row.latency_ms.get("p50")),
-        tokens_per_s=row.tokens_per_s,
-        items_per_s=row.items_per_s,
-        peak_memory_bytes=row.peak_memory_bytes,
-        weight_bytes=row.weight_bytes,
-        quality=values,
-        quality_reason=reason,
-    )
+    return replace(_of(row), ratio=time_ratio(report), quality=values, quality_reason=reason)
 
 
 def baseline_figures(report: Report) -> Figures | None:
     """The figures of the model as loaded."""
-    row = report.baseline
-    if row is None:
+    if report.baseline is None:
         return None
+    return replace(_of(report.baseline), ratio=Ratio(value=1.0, low=1.0, high=1.0), quality=dict.fromkeys(LOSSES, 0.0))
+
+
+def _of(row: Measurement) -> Figures:
+    p50 = row.latency_ms.get("p50")
     return Figures(
-        ratio=Ratio(value=1.0, low=1.0, high=1.0),
-        latency_ms=_number(row.latency_ms.get("p50")),
+        latency_ms=None if p50 is None else float(p50),
         tokens_per_s=row.tokens_per_s,
         items_per_s=row.items_per_s,
         peak_memory_bytes=row.peak_memory_bytes,
         weight_bytes=row.weight_bytes,
-        quality=dict.fromkeys(LOSSES, 0.0),
     )
 
 
@@ -114,20 +108,15 @@ def ranked(candidates: Sequence[Candidate], objectives: Sequence[str]) -> list[C
     left = [one for one in candidates if one.state == MEASURED]
     ordered: list[Candidate] = []
     while left:
-        front = sorted(front_of(left, objectives), key=lambda one: values(one, objectives))
+        front = front_of(left, objectives)
         ordered += front
         left = [one for one in left if one not in front]
     return ordered
 
 
 def front_of(candidates: Sequence[Candidate], objectives: Sequence[str]) -> list[Candidate]:
-    """Those that no other one equals or beats in every objective and beats in one."""
-    found = [(one, values(one, objectives)) for one in candidates]
-    return [one for one, own in found if not any(_dominates(other, own) for _, other in found)]
-
-
-def _dominates(first: tuple[float, ...], second: tuple[float, ...]) -> bool:
-    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
+    """The Pareto front: those that no other one equals or beats in every objective and beats in one, best first."""
+    return [candidates[index] for index in undominated({index: values(one, objectives) for index, one in enumerate(candidates)})]
 
 
 def promoted(candidates: Sequence[Candidate], objectives: Sequence[str], *, eta: int, rungs: int) -> Candidate | None:
@@ -149,7 +138,7 @@ def finalists(candidates: Sequence[Candidate], objectives: Sequence[str], count:
     """The best few, the best hand-written one always among them: what a search found must beat what was there."""
     best = ranked(candidates, objectives)
     chosen = best[:count]
-    written = next((one for one in best if one.origin == "recipe"), None)
+    written = next((one for one in best if one.origin == HAND_WRITTEN), None)
     if written is not None and written not in chosen:
         chosen = [*chosen[: max(count - 1, 1)], written]
     return chosen
@@ -183,7 +172,3 @@ def strictest(limits: Sequence[dict[str, float]]) -> dict[str, float]:
             pick = max if key.startswith("min_") else min
             found[key] = pick(found.get(key, bound), bound)
     return found
-
-
-def _number(found: float | int | None) -> float | None:
-    return None if found is None else float(found)

@@ -164,7 +164,7 @@ def _times(ratio: Ratio) -> str:
 
 def nearest(search: Search) -> list[str]:
     """What was missed where nothing meets the limits: those with the fewest misses first."""
-    out = [one for one in [*search.candidates, *([search.as_loaded] if search.as_loaded else [])] if one.state == MISSED]
+    out = [one for one in search.everyone if one.state == MISSED]
     if not out:
         return ["nothing was measured to its end"]
     out.sort(key=lambda one: (len(one.why.split("; ")), judge.values(one, search.options.objectives)))
@@ -192,9 +192,10 @@ def _cells(one: Candidate) -> dict[str, str]:
 
 def ordered(search: Search) -> list[Candidate]:
     """Best first, then whoever missed a limit, failed, or was not measured; the model as loaded among them."""
-    everyone = [*search.candidates, *([search.as_loaded] if search.as_loaded else [])]
     places = {state: place for place, state in enumerate((MEASURED, MISSED, FAILED, PRUNED, WAITING, REFUSED))}
-    return sorted(everyone, key=lambda one: (places[one.state], one is not search.winner, judge.values(one, search.options.objectives)))
+    return sorted(
+        search.everyone, key=lambda one: (places[one.state], one is not search.winner, judge.values(one, search.options.objectives))
+    )
 
 
 def markdown(search: Search, *, command: str, about: dict[str, str]) -> str:

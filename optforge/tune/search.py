@@ -89,17 +89,20 @@ class Search:
     def remaining_s(self) -> float:
         return self.options.budget_s - self.seconds
 
+    @property
+    def everyone(self) -> list[Candidate]:
+        """The candidates, and the model as loaded once it was measured."""
+        return [*self.candidates, *([self.as_loaded] if self.as_loaded is not None else [])]
+
     def best(self) -> Candidate | None:
         """The winner, or who leads so far; the model as loaded where nothing is better than it."""
         if self.winner is not None:
             return self.winner
-        found = judge.ranked(self._all(), self.options.objectives)
-        return min(found, key=lambda one: judge.values(one, self.options.objectives)) if found else None
+        return next(iter(judge.ranked(self.everyone, self.options.objectives)), None)
 
     def front(self) -> list[Candidate]:
         """The Pareto front of those that meet the limits, the best in the first objective first."""
-        found = [one for one in self._all() if one.state == MEASURED]
-        return sorted(judge.front_of(found, self.options.objectives), key=lambda one: judge.values(one, self.options.objectives))
+        return judge.front_of([one for one in self.everyone if one.state == MEASURED], self.options.objectives)
 
     def recipe(self, candidate: Candidate) -> dict[str, Json]:
         """A candidate as the content of a recipe file."""
@@ -111,9 +114,6 @@ class Search:
             "steps": candidate.steps,
             "limits": candidate.limits,
         }
-
-    def _all(self) -> list[Candidate]:
-        return [*self.candidates, *([self.as_loaded] if self.as_loaded is not None else [])]
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
