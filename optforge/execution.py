@@ -376,5 +376,5 @@ class Execution:
             use=planned.step.use,
             receipt=asdict(applied.receipt) if applied else None,
             seconds=applied.seconds if applied else None,
-            predicted=planned.predicted,
+            predicted=self.plan.bound(planned.graph),
         )

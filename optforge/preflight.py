@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from optforge import atomic
 from optforge.errors import OutputError, Problem
 
 RUN_OVERRIDE, SWEEP_OVERRIDE = "hydra.run.dir", "hydra.sweep.dir"
@@ -63,6 +64,19 @@ def claim(folder: Path, override: str = RUN_OVERRIDE) -> Path:
     except OSError as error:
         raise _refused(folder, error, f"{override}=<folder>") from error
     return folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that the user named, and the folders above it.
+
+    Raises:
+        OutputError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(Problem(where=str(path), what=f"cannot be written ({error.strerror})", fix="give another file")) from error
+    atomic.write_bytes(path, text.encode("utf-8", "replace"))
 
 
 def slug(name: str, limit: int = 80) -> str:

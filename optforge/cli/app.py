@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from optforge.cli.completion import NOUNS, complete_noun, complete_override
 from optforge.cli.failures import guard, tell
 from optforge.errors import EXIT_USER, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from optforge.cli.run import Request
 
 app = typer.Typer(
     name="optforge",
@@ -84,19 +88,10 @@ def run(
     Exit codes: 0 done and ok; 1 crashed; 2 something to change; 3 a limit was missed; 130 and 143 interrupted.
     """
     with guard(debug=debug):
-        from optforge.cli.run import Request, run_command
+        from optforge.cli.run import run_command
 
-        request = Request(
-            argv=tuple(overrides or ()),
-            config=config,
-            set_=tuple(set_ or ()),
-            drop=tuple(drop or ()),
-            add=tuple(add or ()),
-            debug=debug,
-            verbose=verbose,
-            command=_typed(),
-        )
-        raise typer.Exit(run_command(request))
+        request = _request(overrides, config, set_=set_, drop=drop, add=add)
+        raise typer.Exit(run_command(replace(request, debug=debug, verbose=verbose)))
 
 
 @app.command("plan", context_settings=PASS_THROUGH)
@@ -119,18 +114,9 @@ def plan(
     """
     with guard(debug=debug):
         from optforge.cli.plan import plan_command
-        from optforge.cli.run import Request
 
-        request = Request(
-            argv=tuple(overrides or ()),
-            config=config,
-            set_=tuple(set_ or ()),
-            drop=tuple(drop or ()),
-            add=tuple(add or ()),
-            debug=debug,
-            command=_typed(),
-        )
-        raise typer.Exit(plan_command(request, as_json=as_json, kernels=not no_kernels))
+        request = _request(overrides, config, set_=set_, drop=drop, add=add)
+        raise typer.Exit(plan_command(replace(request, debug=debug), as_json=as_json, kernels=not no_kernels))
 
 
 @app.command("compare")
@@ -268,11 +254,9 @@ def show(
 ) -> None:
     """Print the whole resolved run as YAML, for `optforge run --config`."""
     with guard(debug=debug):
-        from optforge.cli.run import Request
         from optforge.cli.show import show_command
 
-        request = Request(argv=tuple(overrides or ()), config=config, set_=tuple(set_ or ()), drop=tuple(drop or ()), add=tuple(add or ()))
-        show_command(request, origins=origins)
+        show_command(_request(overrides, config, set_=set_, drop=drop, add=add), origins=origins)
 
 
 @app.command("list")
@@ -330,6 +314,22 @@ def version() -> None:
     from optforge import __version__
 
     typer.echo(__version__)
+
+
+def _request(
+    overrides: list[str] | None, config: Path | None, *, set_: list[str] | None, drop: list[str] | None, add: list[str] | None
+) -> Request:
+    """What commands that take a run's overrides were given."""
+    from optforge.cli.run import Request
+
+    return Request(
+        argv=tuple(overrides or ()),
+        config=config,
+        set_=tuple(set_ or ()),
+        drop=tuple(drop or ()),
+        add=tuple(add or ()),
+        command=_typed(),
+    )
 
 
 def _typed() -> str:

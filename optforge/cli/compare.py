@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optforge import atomic, preflight
-from optforge.errors import EXIT_OK, ConfigError, OutputError, Problem
+from optforge import preflight
+from optforge.errors import EXIT_OK, ConfigError, Problem
 
 if TYPE_CHECKING:
     from optforge.compare import Comparison
@@ -56,13 +56,13 @@ def compare_command(request: Request) -> int:
         if path == STDOUT:
             sys.stdout.write(make(found))
         elif path is not None:
-            _write(path, make(found))
+            preflight.write_text(path, make(found))
     if STDOUT in request.files.values():
         return EXIT_OK
     _print(found)
     if request.files.get("html") is None:
         path = _folder(request.runs, cwd) / PAGE
-        _write(path, page.render(found))
+        preflight.write_text(path, page.render(found))
         print(f"page: {path.relative_to(cwd) if path.is_relative_to(cwd) else path}")
     return EXIT_OK
 
@@ -98,11 +98,3 @@ def _folder(runs: Sequence[str], cwd: Path) -> Path:
     if len(runs) == 1 and store.is_sweep(only):
         return only
     return preflight.comparison_folder(cwd / "outputs")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(Problem(where=str(path), what=f"cannot be written ({error.strerror})", fix="give another file")) from error
-    atomic.write_bytes(path, text.encode("utf-8", "replace"))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optforge import atomic, preflight
-from optforge.errors import EXIT_OK, ConfigError, OutputError, Problem
+from optforge import preflight
+from optforge.errors import EXIT_OK, ConfigError, Problem
 
 if TYPE_CHECKING:
     from optforge.gate.ab import Version
@@ -172,13 +172,5 @@ def _tell(judgement: Judgement, request: Request) -> int:
         print(line)
     for path, text in ((request.junit, documents.junit), (request.markdown, documents.markdown)):
         if path is not None:
-            _write(path, text(judgement))
+            preflight.write_text(path, text(judgement))
     return judgement.exit_code
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(Problem(where=str(path), what=f"cannot be written ({error.strerror})", fix="give another file")) from error
-    atomic.write_bytes(path, text.encode("utf-8", "replace"))

@@ -68,7 +68,7 @@ def time_together(candidates: Sequence[Candidate], *, synchronize: Callable[[], 
     begun = time.perf_counter()
     steady = False
     rounds = 0
-    with _no_collection():
+    with no_collection():
         while rounds < least or not (steady or time.perf_counter() - begun >= options.max_s):
             for runner in runners if rounds % 2 == 0 else reversed(runners):
                 runner.sample()
@@ -109,10 +109,12 @@ class _Runner:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out: one pass over a large model's objects takes longer than many calls."""
+def no_collection(*, first: bool = True) -> Iterator[None]:
+    """Keeps the garbage collector out: one pass over a large model's objects takes longer than many calls. `first`: it runs once
+    before."""
     enabled = gc.isenabled()
-    gc.collect()
+    if first:
+        gc.collect()
     gc.disable()
     try:
         yield

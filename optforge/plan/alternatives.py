@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from optforge.errors import Problem, UserError
 from optforge.measure.utilization import CUDA_UNITS, compute_capability, has_units, peak
-from optforge.plan.graph import Graph
+from optforge.plan.graph import CAPTURED, Graph
 from optforge.plan.price import product_dtype
-from optforge.plan.roofline import CAPTURED, predict, speedup
+from optforge.plan.roofline import predict, speedup
 from optforge.spec import Hardware, Json, Scheme, Step
 from optforge.transforms.base import Lowered
 from optforge.transforms.quantize import SCHEMES

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from optforge.measure.utilization import has_units
 from optforge.plan.document import Change
 from optforge.plan.graph import EMBEDDING, FORWARD, PRODUCT
+from optforge.plan.schemes import scheme_bytes
 from optforge.plan.sharding import Layout, Mesh, misfit
 from optforge.spec import Hardware
+from optforge.transforms.quantize import SCHEMES
 
 if TYPE_CHECKING:
     from optforge.plan.memory import Stage
@@ -24,9 +26,8 @@ MORE = (2, 4, 8, 16, 32, 64)
 """Degrees that are tried."""
 WITH_BATCH = ("activations", "kv_cache")
 """Parts that grow with the batch."""
-INT4_GROUP = 64
-"""Group size of `quantize/int4_weight` as shipped."""
-SCHEMES = ("int8_weight", "fp8_weight", "int4_weight")
+WEIGHT_ONLY = ("int8_weight", "fp8_weight", "int4_weight")
+"""Schemes that are offered, those that change the answers least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def _sharded(knobs: Knobs, kind: str, degree: int) -> str:
 
 def _bits(stage: Stage, hardware: Hardware, parts: dict[str, float], memory: int, knobs: Knobs) -> Iterator[Change]:
     """Weights in fewer bits. Sizes are those of the layers' shapes; what is not a linear stays as it is."""
-    for scheme in SCHEMES:
+    for scheme in WEIGHT_ONLY:
         if scheme == "fp8_weight" and not has_units(hardware, "fp8"):
             continue
         saved = ceil(saving(stage.layout, scheme) / stage.mesh.tensor / stage.mesh.fsdp)
@@ -123,15 +124,9 @@ def saving(layout: Layout, scheme: str) -> int:
         for operator in layout.graph.operators
         if operator.kind == PRODUCT and operator.phase == FORWARD and operator.module in held
     }
-    fitting = {module: shape for module, shape in shapes.items() if scheme != "int4_weight" or shape[1] % INT4_GROUP == 0}
-    return sum(max(0, held[module] - _bytes(scheme, *shape)) for module, shape in fitting.items())
-
-
-def _bytes(scheme: str, outputs: int, inputs: int) -> int:
-    """Stored bytes of a linear: 8 bits and an fp32 scale per output; 4 bits, an fp32 scale and a zero point of a byte per group."""
-    if scheme != "int4_weight":
-        return outputs * inputs + 4 * outputs
-    return outputs * inputs // 2 + 5 * outputs * (inputs // INT4_GROUP)
+    asked = SCHEMES[scheme]
+    fitting = {module: shape for module, shape in shapes.items() if asked.group_size is None or shape[1] % asked.group_size == 0}
+    return sum(max(0, held[module] - scheme_bytes(inputs, outputs, asked)) for module, (outputs, inputs) in fitting.items())
 
 
 def _free(name: str, knobs: Knobs) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optforge.measure.machine.point import BACKWARD, FUSED, Overheads, Point
+from optforge.measure.machine.point import BACKWARD, FUSED, Overheads, Point, compiled_name
 from optforge.plan import graph as g
 from optforge.plan.price import FALLBACK
 from optforge.spec import Hardware
@@ -214,7 +214,7 @@ def _names(kernel: g.Kernel) -> list[tuple[str, str]]:
     own = (kernel.kind, kernel.name)
     if not kernel.compiled and kernel.operators == 1:
         return [own]
-    measured = (kernel.kind, f"{FUSED} {kernel.name}")
+    measured = (kernel.kind, compiled_name(kernel.name))
     if kernel.kind in (g.PRODUCT, g.ATTENTION, g.CONVOLUTION):
         return [measured, own]
     return [measured, (g.REDUCTION if kernel.kind == g.REDUCTION else g.POINTWISE, FUSED)]

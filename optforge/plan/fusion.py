@@ -27,10 +27,7 @@ what follows the reduction starts anew."""
 PARTS = 2
 """Readers of parts of a value up to which each works its own part out anew."""
 
-CACHE = "cache"
-"""The role of what a workload keeps from one pass to the next."""
-
-EAGER = None
+NO_REGION = None
 """The region of an operator that no compiler sees."""
 
 
@@ -60,11 +57,11 @@ def region_of(module: str, phase: str, regions: Iterable[str]) -> str | None:
     The backward pass of compiled modules is compiled with them; it has no module paths and counts as one region.
     """
     if phase == UPDATE or module == OUTSIDE:
-        return EAGER
+        return NO_REGION
     if phase == BACKWARD:
-        return BACKWARD if any(True for _ in regions) else EAGER
+        return BACKWARD if any(True for _ in regions) else NO_REGION
     inside = [region for region in regions if not region or module == region or module.startswith(f"{region}.")]
-    return f"{FORWARD}:{max(inside, key=len)}" if inside else EAGER
+    return f"{FORWARD}:{max(inside, key=len)}" if inside else NO_REGION
 
 
 def _without_repetition(graph: Graph, regions: Sequence[str]) -> Graph:
@@ -81,7 +78,7 @@ def _without_repetition(graph: Graph, regions: Sequence[str]) -> Graph:
         renamed = any(access.key in same for access in operator.reads)
         reads = tuple(replace(access, key=same.get(access.key, access.key)) for access in operator.reads) if renamed else operator.reads
         region = region_of(operator.module, operator.phase, regions)
-        if operator.kind in FUSIBLE and region is not EAGER and is_pure(graph, operator):
+        if operator.kind in FUSIBLE and region is not NO_REGION and is_pure(graph, operator):
             what = (region, operator.name, operator.dtype, operator.size, reads)
             counts[what, operator.module] += 1
             before = first.setdefault((what, counts[what, operator.module]), operator)
@@ -157,12 +154,12 @@ class _Merger:
         return _Group(
             members=[number],
             region=region,
-            fusible=operator.kind in FUSIBLE and region is not EAGER,
+            fusible=operator.kind in FUSIBLE and region is not NO_REGION,
             elements=loop,
             rows=elements if operator.kind == REDUCTION and elements < loop else None,
             ends=operator.kind == REDUCTION and loop > LARGEST_ROW * elements,
             bits=1 << number,
-            kept=frozenset(access.key for access in operator.writes if self.graph.values[access.key].role == CACHE),
+            kept=frozenset(access.key for access in operator.writes if self.graph.values[access.key].role == "cache"),
             before=before,
             sources=sources,
         )
@@ -253,7 +250,7 @@ class _Merger:
             if self.flow.persists(member) or not inside.issuperset(self.flow.readers[member]) or not self.flow.readers[member]:
                 writes += operator.writes
         kernel = _kernel(self.graph, [self.graph.operators[member] for member in members], reads, writes)
-        return replace(kernel, compiled=self.groups[members[0]].region is not EAGER)
+        return replace(kernel, compiled=self.groups[members[0]].region is not NO_REGION)
 
 
 def _kernel(graph: Graph, operators: Sequence[Operator], reads: Iterable[Access], writes: Iterable[Access]) -> Kernel:

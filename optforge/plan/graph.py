@@ -9,9 +9,48 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-PRODUCT, ATTENTION, CONVOLUTION = "product", "attention", "convolution"
-EMBEDDING, POINTWISE, REDUCTION, COPY = "embedding", "pointwise", "reduction", "copy"
-OPTIMIZER, COLLECTIVE, UNKNOWN = "optimizer", "collective", "unknown"
+from optforge.measure.machine.point import (
+    ATTENTION,
+    BACKWARD,
+    CONVOLUTION,
+    COPY,
+    EMBEDDING,
+    FORWARD,
+    OPTIMIZER,
+    POINTWISE,
+    PRODUCT,
+    REDUCTION,
+    UPDATE,
+)
+
+__all__ = [
+    "ATTENTION",
+    "BACKWARD",
+    "CAPTURED",
+    "COLLECTIVE",
+    "COMPILED",
+    "CONVOLUTION",
+    "COPY",
+    "EAGER",
+    "EMBEDDING",
+    "FORWARD",
+    "FUSIBLE",
+    "OPTIMIZER",
+    "OUTSIDE",
+    "POINTWISE",
+    "PRODUCT",
+    "REDUCTION",
+    "UNKNOWN",
+    "UPDATE",
+    "Access",
+    "Graph",
+    "Kernel",
+    "Operator",
+    "Value",
+]
+
+COLLECTIVE, UNKNOWN = "collective", "unknown"
+"""Kinds that no point has: what devices send one another, and work that cannot be known."""
 
 FUSIBLE = (EMBEDDING, POINTWISE, REDUCTION, COPY)
 """Kinds that a compiler merges with their neighbours; the others are kernels of their own."""
@@ -19,7 +58,8 @@ FUSIBLE = (EMBEDDING, POINTWISE, REDUCTION, COPY)
 OUTSIDE = "(workload)"
 """Module path of what the workload does around the model, such as choosing a token; no compile step reaches it."""
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+EAGER, COMPILED, CAPTURED = "eager", "compiled", "captured"
+"""How a graph runs: each operator launched by itself; merged by a compiler; merged, and replayed from a captured graph."""
 
 
 @dataclass(frozen=True, kw_only=True)

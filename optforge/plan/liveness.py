@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from optforge.plan.fusion import EAGER, merged, region_of
+from optforge.plan.fusion import NO_REGION, merged, region_of
 from optforge.plan.graph import BACKWARD, COPY, EMBEDDING, FORWARD, POINTWISE, Graph, Operator
 
 RECOMPUTED = (POINTWISE, COPY, EMBEDDING)
@@ -122,7 +122,7 @@ def _compiled(whole: Graph, regions: Sequence[str]) -> tuple[dict[int, list[Inte
     homes = [regions_of[operator.module, operator.phase] for operator in graph.operators]
     ends: dict[str, int] = {}
     for number, home in enumerate(homes):
-        if home is not EAGER:
+        if home is not NO_REGION:
             ends[home] = max(ends.get(home, 0), turn[number])
     again = _recomputed(graph, homes) if graph.training else frozenset()
     spans: dict[int, list[Interval]] = {}
@@ -130,10 +130,10 @@ def _compiled(whole: Graph, regions: Sequence[str]) -> tuple[dict[int, list[Inte
         moments = [turn[user] for user in users]
         first, last = min(moments), _final(graph, key, max(moments), len(order))
         maker = homes[users[0]]
-        if first == last and maker is not EAGER and len(users) > 1:
+        if first == last and maker is not NO_REGION and len(users) > 1:
             continue  # it never leaves its kernel
         # who calls a compiled module holds its inputs until it returns
-        held = [ends[home] for user in users if (home := homes[user]) not in (EAGER, maker, BACKWARD)]
+        held = [ends[home] for user in users if (home := homes[user]) not in (NO_REGION, maker, BACKWARD)]
         spans[key] = _twice(graph, users, turn) if key in again else [(first, max([last, *held]))]
         if _accumulates(graph, key):
             spans[key] = [(0, len(order) - 1)]
@@ -164,7 +164,7 @@ def _recomputed(graph: Graph, homes: Sequence[str | None]) -> frozenset[int]:
     again = set()
     for number in range(len(graph.operators) - 1, -1, -1):
         operator = graph.operators[number]
-        if operator.phase != FORWARD or operator.kind not in RECOMPUTED or homes[number] is EAGER:
+        if operator.phase != FORWARD or operator.kind not in RECOMPUTED or homes[number] is NO_REGION:
             continue
         for access in operator.writes:
             if access.key not in kept or len(writers[access.key]) > 1:

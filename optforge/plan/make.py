@@ -21,7 +21,7 @@ from optforge.models.base import Loaded
 from optforge.plan import alternatives, roofline
 from optforge.plan.calibration import calibration_for
 from optforge.plan.devices import choose
-from optforge.plan.graph import Graph
+from optforge.plan.graph import CAPTURED, Graph
 from optforge.plan.order import Order, order, phase
 from optforge.plan.trace import trace
 from optforge.spec import Downgrade, Hardware, Json, Run, Step
@@ -40,8 +40,6 @@ class PlannedStep:
     receipt: Receipt
     weight_bytes: int
     """Bytes of all weights after this step."""
-    predicted: dict[str, Json]
-    """The target's roofline after this step."""
     graph: Graph
     """The operators of one pass after this step, as the target would run them."""
 
@@ -63,13 +61,13 @@ class Plan:
     weight_bytes: int
     """Bytes of the weights before the first step."""
     model: dict[str, Json]
-    predicted_baseline: dict[str, Json]
     graph: Graph
     """The operators of one pass of the model as loaded, as the target would run them."""
     loaded: Loaded
     """The model on meta, with every step applied."""
     downgrades: list[Downgrade] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    _bounds: dict[int, dict[str, Json]] = field(default_factory=dict, repr=False)
 
     @property
     def rewrites(self) -> list[PlannedStep]:
@@ -105,15 +103,22 @@ class Plan:
 
     def predicted(self) -> dict[str, Json]:
         """The target's figures from its roofline: never measured."""
-        final = self.rewrites[-1].predicted if self.rewrites else self.predicted_baseline
+        baseline = self.bound(self.graph)
+        final = self.bound(self.rewrites[-1].graph) if self.rewrites else baseline
         return {
             "hardware": self.target.name,
             "label": "predicted",
-            "baseline": self.predicted_baseline,
-            "steps": [{"name": step.name, **step.predicted} for step in self.rewrites],
+            "baseline": baseline,
+            "steps": [{"name": step.name, **self.bound(step.graph)} for step in self.rewrites],
             "optimized": final,
-            "speedup": roofline.speedup(self.predicted_baseline, final),
+            "speedup": roofline.speedup(baseline, final),
         }
+
+    def bound(self, graph: Graph) -> dict[str, Json]:
+        """The target's roofline of one of the plan's graphs, however the recipe launches its kernels. Worked out when a report asks."""
+        if id(graph) not in self._bounds:
+            self._bounds[id(graph)] = asdict(roofline.predict(graph, self.target, mode=CAPTURED))
+        return self._bounds[id(graph)]
 
 
 def _selected(planned: PlannedStep) -> dict[str, Json]:
@@ -196,7 +201,6 @@ class _Planner:
             steps=planned,
             weight_bytes=before,
             model=_model(self.run, loaded),
-            predicted_baseline=self._predict(graph),
             graph=graph,
             loaded=loaded,
             downgrades=self.downgrades,
@@ -262,17 +266,12 @@ class _Planner:
                 moved=moved,
                 receipt=receipt,
                 weight_bytes=weight_bytes(module),
-                predicted=self._predict(graph),
                 graph=graph,
             )
         ]
 
     def _trace(self) -> Graph:
         return trace(self.loaded, self.run.workload.source, self.run.data.source, self.target)
-
-    def _predict(self, graph: Graph) -> dict[str, Json]:
-        """The bound, however the recipe launches its kernels."""
-        return asdict(roofline.predict(graph, self.target, mode=roofline.CAPTURED))
 
     @property
     def dtype(self) -> str:

@@ -15,14 +15,13 @@ from math import ceil
 
 from optforge.plan import changes
 from optforge.plan.document import Fit, FitRow
-from optforge.plan.graph import Graph
+from optforge.plan.graph import CAPTURED, EAGER, Graph
 from optforge.plan.liveness import Lives, Peak, outliving
 from optforge.plan.sharding import Layout, Mesh, gathered, held, misfit
 from optforge.plan.training import STATE
 from optforge.report import figures
 from optforge.spec import Hardware
 
-EAGER, CAPTURED = "eager", "captured"
 MIB = 1 << 20
 DEGREES = (2, 4, 8)
 """Degrees that are compared with one device."""

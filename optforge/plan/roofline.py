@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from optforge.measure.utilization import mbu, mfu
 from optforge.plan.fusion import kernels
-from optforge.plan.graph import UNKNOWN, Graph, Kernel
+from optforge.plan.graph import CAPTURED, COMPILED, EAGER, UNKNOWN, Graph, Kernel
 from optforge.plan.price import LAUNCH
 from optforge.plan.schemes import with_schemes
 from optforge.plan.summary import Priced, Row, alike, largest, rows, top
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from optforge.plan.calibration import Band, Calibration
 
 BASIS = "roofline at the published peaks, an upper bound on speed"
-
-EAGER, COMPILED, CAPTURED = "eager", "compiled", "captured"
-"""Modes: each operator launched by itself; merged by a compiler; merged, and replayed from a captured graph."""
 
 HOST_US = {"nvidia": 5.0, "amd": 5.0}
 """Time of the host to launch one kernel, without a calibration. Our assumption: CUDA launches take the host 4 to 6 us."""

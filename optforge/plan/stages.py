@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from optforge.plan.changes import Knobs
+from optforge.plan.graph import CAPTURED, COMPILED, EAGER
 from optforge.plan.make import Plan
-from optforge.plan.memory import CAPTURED, EAGER, Stage
+from optforge.plan.memory import Stage
 from optforge.plan.sharding import Mesh
 from optforge.plan.verdict import AS_LOADED, COMPILED_BASELINE
 from optforge.transforms.base import Phase
 
-COMPILED = "compiled"
 CAPTURING = ("reduce_overhead", "max_autotune")
 """Modes of the compile step that replay a captured graph, on devices that have them."""
 CAPTURES = ("nvidia", "amd")

@@ -55,7 +55,6 @@ def study(plan: Plan, *, kernels: bool = True, xla: bool = True, progress: Progr
         with _timed(found, "xla"), told.stage(f"XLA compiles one pass for {plan.target.arch}"):
             found.xla = of_xla.compile_for(plan)
     found.verdict = verdict.judge(found, goal=plan.run.recipe.goal, found=_recorded(found))
-    verdict.hold_kernels(found.verdict, found.kernels, plan.target.arch)
     return found
 
 

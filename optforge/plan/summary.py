@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optforge.plan.fusion import EAGER, region_of
+from optforge.plan.fusion import NO_REGION, region_of
 from optforge.plan.graph import UNKNOWN, Kernel
 from optforge.plan.price import LAUNCH, Price, price
 from optforge.spec import Hardware, Json
@@ -55,7 +55,7 @@ def alike(listed: Sequence[Kernel], hardware: Hardware, regions: Sequence[str], 
     """Equal kernels together, priced once, in the order in which they first start."""
     found: dict[tuple[Kernel, bool], int] = {}
     for kernel in listed:
-        eager = region_of(kernel.module, kernel.phase, regions) is EAGER
+        eager = region_of(kernel.module, kernel.phase, regions) is NO_REGION
         key = replace(kernel, module=_pattern(kernel.module)), eager
         found[key] = found.get(key, 0) + 1
     return [Priced(kernel, price(kernel, hardware, calibration), eager, count) for (kernel, eager), count in found.items()]

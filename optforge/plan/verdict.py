@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from optforge import config
+from optforge.measure import timing
 from optforge.plan import recorded
 from optforge.plan.document import (
     DOES_NOT_FIT,
@@ -29,8 +30,6 @@ from optforge.plan.kernels import OVER_SHARED_MEMORY, REFUSED
 from optforge.report import figures
 from optforge.spec import Downgrade
 
-BETTER, WORSE = 1.02, 0.98
-"""Ratios from which a prediction counts as a gain or a regression; the same as for measured ones."""
 FAR = 100.0
 """Times faster at the peaks, from which they are no limit that matters."""
 AS_LOADED, COMPILED_BASELINE = "as loaded", "compiled baseline"
@@ -41,7 +40,7 @@ def outcome(value: float | None) -> str:
     """`gain`, `no_gain`, `regression` or `unknown` for a ratio (above 1 is better)."""
     if value is None:
         return UNKNOWN
-    return GAIN if value > BETTER else REGRESSION if value < WORSE else NO_GAIN
+    return GAIN if value > timing.GAIN else REGRESSION if value < timing.LOSS else NO_GAIN
 
 
 def ratio(before: SpeedRow | None, after: SpeedRow | None) -> float | None:
@@ -67,7 +66,10 @@ def judge(study: Study, *, goal: str, found: Sequence[Recorded]) -> Verdict:
     verdict = Verdict(fit=_fit(study.fit), downgrade="; ".join(_downgrades(study.downgrades)), recorded=list(found))
     names = {key: str(part.get("name")) for key, part in (("model", study.model), ("recipe", study.recipe))}
     verdict.quality = recorded.quality(found, schemes=schemes, **names)
-    if goal in ("latency", "throughput"):
+    failed = _cannot_run(study.kernels)
+    if failed:
+        verdict.sentence = f"none to expect: a kernel cannot run on {study.target.get('arch')} ({failed})"
+    elif goal in ("latency", "throughput"):
         _of_time(verdict, study)
     else:
         _of_bytes(verdict, study, goal)
@@ -78,12 +80,10 @@ def judge(study: Study, *, goal: str, found: Sequence[Recorded]) -> Verdict:
     return verdict
 
 
-def hold_kernels(verdict: Verdict, kernels: Kernels | None, arch: str) -> None:
-    """A kernel that the target cannot run leaves no gain to expect, whatever was predicted."""
-    failed = [row for row in (kernels.rows if kernels is not None else []) if row.status in (REFUSED, OVER_SHARED_MEMORY)]
-    if failed:
-        verdict.outcome, verdict.gain, verdict.gain_low, verdict.gain_high = UNKNOWN, None, None, None
-        verdict.sentence = f"unknown: {failed[0].kernel} cannot run on {arch} ({failed[0].reason}), so this recipe fails there"
+def _cannot_run(kernels: Kernels | None) -> str:
+    """The first kernel that the target cannot run, with the reason; empty where every one was compiled or none was asked for."""
+    rows = kernels.rows if kernels is not None else []
+    return next((f"{row.kernel}: {row.reason}" for row in rows if row.status in (REFUSED, OVER_SHARED_MEMORY)), "")
 
 
 def changing(study: Study) -> list[str]:
@@ -268,7 +268,7 @@ def _better(item: Downgrade) -> str | None:
     """The best alternative, where it is predicted to beat what the step runs as."""
     speedups = {str(one["use"]): one.get("predicted_speedup") for one in item.alternatives}
     own, best = speedups.get(item.runs_as), max((value or 0.0 for value in speedups.values()), default=0.0)
-    if own is None or best <= own * BETTER:
+    if own is None or best <= own * timing.GAIN:
         return None
     return next(use for use, value in speedups.items() if value == best)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optforge.plan import recorded, verdict
-from optforge.plan.document import Change, Fit, FitRow, Recorded, Source, Speed, SpeedRow, StepPlan, Study
+from optforge.plan.document import Change, Fit, FitRow, Kernels, Recorded, Source, Speed, SpeedRow, StepPlan, Study
+from optforge.plan.kernels import KernelReport
 from optforge.report import plan_sections as sections
 from optforge.report import plan_view as view
 from optforge.spec import Downgrade
@@ -239,3 +241,16 @@ def test_every_recorded_figure_is_in_the_file_that_it_names() -> None:
         for key in ("perplexity_increase", "top1_drop", "agreement", "kl"):
             measured = (report["quality"] or {}).get(key)
             assert run[key] is None or run[key] == pytest.approx(measured, rel=0.01, abs=5e-5), (run, key)
+
+
+@pytest.mark.parametrize("goal", ["throughput", "size"])
+@pytest.mark.parametrize("status", ["refused", "over_shared_memory"])
+def test_a_kernel_that_cannot_run_leaves_no_gain_to_expect(goal: str, status: str) -> None:
+    bad = KernelReport(
+        kernel="matvec_kernel", configuration="", modules=8, example="layers.0", arch="sm_90", status=status, reason="no such type"
+    )
+    said = judged(planned(kernels=Kernels(rows=[bad])), goal).verdict
+    assert (said.outcome, said.gain) == ("unknown", None)
+    assert "matvec_kernel" in said.sentence and "no such type" in said.sentence
+    fine = Kernels(rows=[replace(bad, status="compiled", reason="")])
+    assert judged(planned(kernels=fine), goal).verdict.outcome == "gain"

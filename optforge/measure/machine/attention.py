@@ -20,7 +20,7 @@ from torch import Tensor
 from optforge.kernels import attention as _operators  # noqa: F401 - defines optforge::grouped_attention
 from optforge.measure.machine.case import TORCH, Case, random, warm
 from optforge.measure.machine.clock import Call
-from optforge.measure.machine.point import ATTENTION, BACKWARD, COPY, FUSED
+from optforge.measure.machine.point import ATTENTION, BACKWARD, COPY, compiled_name
 
 SDPA, GROUPED = "aten.scaled_dot_product_attention", "optforge.grouped_attention"
 BACKWARD_PRODUCTS = 2.5
@@ -98,7 +98,7 @@ def repeats(device: torch.device) -> Iterator[Case]:
                 read = 2.0 * batch * model.groups * length * model.width
                 size = (batch, model.groups, model.heads // model.groups, length, model.width)
                 moved = read * (1 + size[2])
-                for name, compiled in (("aten.clone", False), (f"{FUSED} aten.clone", True)):
+                for name, compiled in (("aten.clone", False), (compiled_name("aten.clone"), True)):
                     make = partial(_repeated, size, device, compiled)
                     yield Case(kind=COPY, name=name, dtype="bf16", size=size, bytes=moved, cold=read, compiled=compiled, make=make)
 

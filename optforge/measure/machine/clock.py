@@ -7,16 +7,16 @@ replayed, so that the host's launches do not set the time.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from optforge.measure.timing import no_collection
 
 Call = Callable[[], Any]
 
@@ -53,7 +53,7 @@ class HostClock:
     """Seconds after which no further round begins, once the least are done."""
 
     def time(self, calls: Sequence[Call]) -> Timed:
-        with no_collection():
+        with no_collection(first=False):
             self._seconds(calls, 1)
             cycles = max(1, math.ceil(self.round_s / max(self._seconds(calls, 1), 1e-9)))
             begun = time.perf_counter()
@@ -85,7 +85,7 @@ class GraphClock:
     def time(self, calls: Sequence[Call]) -> Timed:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch ships it untyped
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with no_collection(), torch.cuda.stream(stream):
+        with no_collection(first=False), torch.cuda.stream(stream):
             _cycle(calls)  # kernels are chosen, compiled and given their workspaces outside of the capture
             _cycle(calls)
             once = self._seconds(lambda: _cycle(calls), 1) / len(calls)
@@ -120,7 +120,7 @@ def host_seconds(call: Call, device: torch.device, *, budget_s: float = 0.1) -> 
         _synchronize(device)
         return (time.perf_counter() - begin) / times
 
-    with no_collection():
+    with no_collection(first=False):
         round_(3)
         times = max(1, math.ceil(5e-3 / max(round_(1), 1e-9)))
         begun, samples = time.perf_counter(), [round_(times) for _ in range(5)]
@@ -132,18 +132,6 @@ def host_seconds(call: Call, device: torch.device, *, budget_s: float = 0.1) -> 
 def summary(samples: Sequence[float]) -> Timed:
     low, median, high = np.quantile(samples, (0.1, 0.5, 0.9))
     return Timed(seconds=float(median), spread=float((high - low) / median))
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of what is timed."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _cycle(calls: Sequence[Call]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from optforge.measure.machine.case import TORCH, Case, random
 from optforge.measure.machine.clock import Call
-from optforge.measure.machine.point import CONVOLUTION, FUSED
+from optforge.measure.machine.point import CONVOLUTION, compiled_name
 
 # in channels, out channels, groups, kernel, stride, input pixels a side (padded)
 EFFICIENTNET = (
@@ -90,7 +90,7 @@ def _case(device: torch.device, batch: int, dtype: str, shape: Shape, *, compile
     elements = batch * shape.inputs * shape.side**2 + weights + shape.outputs + batch * shape.outputs * shape.pixels
     return Case(
         kind=CONVOLUTION,
-        name=f"{FUSED} aten.convolution" if compiled else "aten.convolution",
+        name=compiled_name("aten.convolution") if compiled else "aten.convolution",
         dtype=dtype,
         size=(batch, shape.inputs, shape.outputs, shape.groups, shape.kernel**2, shape.pixels),
         flops=2.0 * batch * weights * shape.pixels,

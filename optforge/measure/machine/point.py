@@ -12,6 +12,11 @@ FUSED = "fused"
 """Name of a kernel that a compiler made of several operators."""
 
 
+def compiled_name(operator: str) -> str:
+    """The name of one operator's kernel as a compiler writes it, or in the layout that it chooses."""
+    return f"{FUSED} {operator}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """The time of one operator at one size. Kinds, names, dtypes and sizes are those of `optforge.plan.graph.Operator`."""
