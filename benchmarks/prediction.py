@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from prediction_cases import Case, cpu_cases, cuda_cases, title
+from prediction_errors import Result, bands, markdown, number, percent, remember, statistics
 from torch import nn
 
 from optforge import config, environment, registry
@@ -41,7 +43,7 @@ from optforge.errors import OptForgeError
 from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan import calibration_file, devices, make
-from optforge.plan.calibration import Band, Calibration, calibration_for
+from optforge.plan.calibration import Calibration, calibration_for
 from optforge.plan.document import Study
 from optforge.plan.make import Plan
 from optforge.plan.speed import product_dtype
@@ -54,105 +56,6 @@ RESULTS = Path(__file__).parent / "results"
 BACKENDS = {"cpu": "cpu", "cuda": "nvidia"}
 LIMIT_S = 90.0
 """Seconds that measuring one row may take, its compile included."""
-LEAST_OF_DTYPE = 3
-"""Points of one dtype from which its own error is recorded beside that of all."""
-
-AIMS = {"median_error": 0.09, "error": 0.25, "memory_kept": 0.05, "memory_total": 0.15}
-"""What the errors should stay within; the table says how many did."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One configuration. `rows` are what is measured of it: `eager` as loaded, `recipe` with every step."""
-
-    overrides: tuple[str, ...]
-    rows: tuple[str, ...] = ("eager", "recipe")
-
-    @property
-    def model(self) -> tuple[str, ...]:
-        """What decides the weights: cases that agree in it share a loaded model."""
-        return tuple(text for text in self.overrides if text.partition("=")[0].split(".")[0] == "model")
-
-
-@dataclass(kw_only=True)
-class Result:
-    """A prediction beside its measurement; an error is predicted / measured - 1."""
-
-    name: str
-    workload: str
-    dtype: str
-    mode: str
-    predicted_ms: float | None = None
-    measured_ms: float | None = None
-    fastest_ms: float | None = None
-    """The 10th percentile of the samples: on a machine that others share, nearer to what the program takes than the median."""
-    spread: float | None = None
-    """(p90 - p50) / p50 of the measured samples."""
-    error: float | None = None
-    ideal_ms: float | None = None
-    bound: str | None = None
-    kept: dict[str, float | None] = field(default_factory=dict)
-    """Bytes of weights and KV cache: predicted, measured, error."""
-    total: dict[str, float | None] = field(default_factory=dict)
-    """Peak bytes: predicted, measured (the allocator's), error. Empty where nothing counts allocations."""
-    compile_s: float | None = None
-    failed: str | None = None
-
-
-def cpu_cases() -> list[Case]:
-    language = "model=smollm2_135m"
-    decode = ("workload=decode", "workload.new_tokens=16")
-    found = []
-    for batch in (1, 4):
-        found.append(_case("llama_bf16", language, *decode, f"workload.batch_size={batch}"))
-        found.append(_case("llama_int8", language, *decode, f"workload.batch_size={batch}", rows=("recipe",)))
-    for tokens in (256, 64, 512):
-        for batch in (1, 4):
-            sizes = ("workload=prefill", f"workload.prompt_tokens={tokens}", f"workload.batch_size={batch}")
-            found.append(_case("llama_bf16", language, *sizes))
-            found.append(_case("llama_int8", language, *sizes, rows=("recipe",)))
-    for model in ("efficientnet_lite0", "fashion_cnn"):
-        for dtype in ("fp32", "bf16"):
-            for batch in (1, 8, 32):
-                # folding batch norms in bf16 changes EfficientNet's outputs more than fuse/conv_bn allows
-                left_out = ("~steps.weights", *(["~steps.fuse"] if dtype == "bf16" else []))
-                sizes = ("workload=forward", f"workload.batch_size={batch}", *left_out)
-                found.append(_case("vision_int8", f"model={model}", f"model.dtype={dtype}", *sizes))
-    return found
-
-
-def cuda_cases() -> list[Case]:
-    """At most nine minutes on an H200: captured decoding compiles the whole model, so the 8B shape has 8 of its 32 layers there.
-
-    Most are bound by the device. What the host bounds (decoding that nothing compiled) is as noisy as the host: the same case took
-    217 and 318 ms in two sessions on such machines. One of these stands last.
-    """
-    small, large, eight = ("model=llama3_1b",), ("model=llama3_8b",), ("model=llama3_8b", "model.layers=8")
-    captured = ("workload=decode", "workload.new_tokens=16", "workload.context=512", "steps.compile.mode=reduce_overhead")
-    found = [_case(recipe, *small, *captured, "workload.batch_size=1", rows=("recipe",)) for recipe in ("llama_bf16", "llama_fp8")]
-    for batch, tokens in ((4, 2048), (16, 512), (1, 2048)):
-        found += _prompts(small, batch, tokens)
-    for recipe, batch in (("llama_bf16", 16), ("llama_fp8", 64), ("llama_bf16", 64)):
-        found.append(_case(recipe, *small, *captured, f"workload.batch_size={batch}", rows=("recipe",)))
-    for batch, tokens in ((4, 2048), (1, 4096)):
-        sizes = ("workload=train", f"workload.batch_size={batch}", f"workload.sequence={tokens}")
-        found.append(_case("baseline", *small, *sizes, rows=("eager",)))
-    for batch, tokens in ((1, 2048), (16, 512)):
-        found += _prompts(large, batch, tokens)
-    for recipe, batch in (("llama_bf16", 1), ("llama_bf16", 16), ("llama_fp8", 16), ("llama_fp8", 1)):
-        found.append(_case(recipe, *eight, *captured, f"workload.batch_size={batch}", rows=("recipe",)))
-    found.append(_case("llama_bf16", *small, *captured, "workload.batch_size=1", rows=("eager",)))
-    return found
-
-
-def _prompts(model: tuple[str, ...], batch: int, tokens: int) -> list[Case]:
-    """Prefill as loaded, in bf16 and in fp8."""
-    sizes = ("workload=prefill", f"workload.prompt_tokens={tokens}", f"workload.batch_size={batch}")
-    return [_case("llama_bf16", *model, *sizes), _case("llama_fp8", *model, *sizes, rows=("recipe",))]
-
-
-def _case(recipe: str, *overrides: str, rows: tuple[str, ...] = ("eager", "recipe")) -> Case:
-    return Case(overrides=(f"recipe={recipe}", *overrides), rows=rows)
 
 
 class Bench:
@@ -172,7 +75,7 @@ class Bench:
             plan = make.make(run)
             predicted = study(plan, kernels=False, xla=False)
         except OptForgeError as error:
-            yield Result(name=_name(case), workload="", dtype="", mode="", failed=str(error))
+            yield Result(name=title(case), workload="", dtype="", mode="", failed=str(error))
             return
         for row in case.rows:
             result = _predicted(case, row, plan, predicted)
@@ -190,7 +93,7 @@ class Bench:
         if self.device.type == "cpu":
             return "cpu"
         seen = self.backend.detect()
-        return (devices.profile_name(seen.name) if seen else None) or "auto"
+        return (devices.profiletitle(seen.name) if seen else None) or "auto"
 
     def _measure(self, case: Case, row: str, plan: Plan, result: Result, predicted: Study) -> None:
         loaded = self._model(case, plan)
@@ -209,7 +112,7 @@ class Bench:
         work.ready(module)  # decode: the pass over the prompt, which the plan counts and the timed calls do not
         prompt = torch.cuda.max_memory_allocated(self.device) if cuda else 0
         resident = _only_in(loaded.module, module)
-        _remember(result.kept, measured=self._kept(module, work) - (resident if cuda else 0))
+        remember(result.kept, measured=self._kept(module, work) - (resident if cuda else 0))
         measured = self.backend.measure(Candidate(name=result.name, call=lambda: work.run(module)), None, self.options)
         _fill(result, measured, resident=resident, prompt=prompt)
 
@@ -243,7 +146,7 @@ def _predicted(case: Case, row: str, plan: Plan, found: Study) -> Result:
     assert found.speed is not None and found.fit is not None, "a study of a plan has both"
     speed, fitted = found.speed.rows[at], found.fit.rows[at]
     result = Result(
-        name=_name(case),
+        name=title(case),
         workload=plan.run.workload.kind,
         dtype=product_dtype(stage.graph) or str(plan.model.get("dtype")),
         mode=speed.mode,
@@ -251,16 +154,10 @@ def _predicted(case: Case, row: str, plan: Plan, found: Study) -> Result:
         ideal_ms=speed.ideal_ms,
         bound=speed.bound,
     )
-    _remember(result.kept, predicted=sum(fitted.parts.get(part, 0.0) for part in ("weights", "kv_cache")))
+    remember(result.kept, predicted=sum(fitted.parts.get(part, 0.0) for part in ("weights", "kv_cache")))
     runtime = fitted.parts.get("runtime", 0.0)  # the driver's own memory is outside the allocator
-    _remember(result.total, predicted=None if fitted.total_bytes is None else fitted.total_bytes - runtime)
+    remember(result.total, predicted=None if fitted.total_bytes is None else fitted.total_bytes - runtime)
     return result
-
-
-def _name(case: Case) -> str:
-    """The overrides in short: `llama_bf16 llama3_1b decode batch_size=1`."""
-    named = (text.removeprefix("recipe=").removeprefix("model=").removeprefix("workload=") for text in case.overrides)
-    return " ".join(f"without {text.split('.')[-1]}" if text.startswith("~") else text.split(".")[-1] for text in named)
 
 
 def _fill(result: Result, measured: Measurement, *, resident: int, prompt: int) -> None:
@@ -271,15 +168,7 @@ def _fill(result: Result, measured: Measurement, *, resident: int, prompt: int) 
         result.error = result.predicted_ms / p50 - 1
     allocated = measured.memory.get("allocated")
     if allocated is not None:
-        _remember(result.total, measured=float(max(allocated, prompt) - resident))
-
-
-def _remember(pair: dict[str, float | None], **values: float | None) -> None:
-    """Adds the values, and the error once both are there."""
-    pair.update(values)
-    predicted, measured = pair.get("predicted"), pair.get("measured")
-    if predicted and measured:
-        pair["error"] = predicted / measured - 1
+        remember(result.total, measured=float(max(allocated, prompt) - resident))
 
 
 def _only_in(loaded: nn.Module, module: nn.Module) -> int:
@@ -302,98 +191,6 @@ def limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-
-
-def bands(results: Sequence[Result], source: str) -> list[Band]:
-    """The errors of each kind of workload, all dtypes together and each that has points enough."""
-    found = []
-    done = [result for result in results if result.error is not None]
-    for workload in dict.fromkeys(result.workload for result in done):
-        of_kind = [result for result in done if result.workload == workload]
-        for dtype in ("", *dict.fromkeys(result.dtype for result in of_kind)):
-            chosen = [result for result in of_kind if dtype in ("", result.dtype)]
-            if not dtype or LEAST_OF_DTYPE <= len(chosen) < len(of_kind):
-                found.append(_band(workload, dtype, chosen, source))
-    return found
-
-
-def _band(workload: str, dtype: str, results: Sequence[Result], source: str) -> Band:
-    errors = [abs(result.error) for result in results if result.error is not None]
-    median, p90 = np.quantile(errors, (0.5, 0.9))
-    return Band(workload=workload, dtype=dtype, points=len(errors), median_error=float(median), p90_error=float(p90), source=source)
-
-
-def statistics(results: Sequence[Result]) -> dict[str, Any]:
-    """Over all points: how many, median and p90 of the errors, how many within the aims."""
-
-    def of(errors: list[float], within: float) -> dict[str, Any]:
-        if not errors:
-            return {"points": 0}
-        median, p90 = np.quantile(errors, (0.5, 0.9))
-        inside = sum(error <= within for error in errors)
-        return {
-            "points": len(errors),
-            "median": float(median),
-            "p90": float(p90),
-            "largest": max(errors),
-            "aim": within,
-            "within_aim": inside,
-        }
-
-    def absolute(values: Iterator[float | None]) -> list[float]:
-        return [abs(value) for value in values if value is not None]
-
-    return {
-        "latency": of(absolute(result.error for result in results), AIMS["error"]),
-        "latency_against_the_fastest_tenth": of(absolute(map(_against_fastest, results)), AIMS["error"]),
-        "weights_and_cache": of(absolute(result.kept.get("error") for result in results), AIMS["memory_kept"]),
-        "total_memory": of(absolute(result.total.get("error") for result in results), AIMS["memory_total"]),
-        "failed": sum(result.failed is not None for result in results),
-    }
-
-
-def _against_fastest(result: Result) -> float | None:
-    return result.predicted_ms / result.fastest_ms - 1 if result.predicted_ms and result.fastest_ms else None
-
-
-def markdown(document: dict[str, Any]) -> str:
-    """The result as a table with its statistics."""
-    lines = [
-        f"# Predictions against measurements, {document['target']}, {document['date']}",
-        "",
-        f"    {document['command']}",
-        "",
-        f"{document['calibration']}. Validation points are whole models, calibration points single operators: no point is both.",
-        "",
-        "| point | mode | predicted ms | measured ms | p90 / p50 - 1 | error | weights + cache | total memory |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in document["results"]:
-        if row["failed"]:
-            lines.append(f"| {row['name']} | {row['mode']} | {_number(row['predicted_ms'])} | failed: {row['failed']} | | | | |")
-            continue
-        memory = [_percent(row[part].get("error")) for part in ("kept", "total")]
-        cells = [_number(row["predicted_ms"]), _number(row["measured_ms"]), _percent(row["spread"]), _percent(row["error"]), *memory]
-        lines.append(f"| {row['name']} | {row['mode']} | {' | '.join(cells)} |")
-    lines += ["", "| error of | points | median | p90 | largest | aim | within it |", "|---|---|---|---|---|---|---|"]
-    for name in ("latency", "latency_against_the_fastest_tenth", "weights_and_cache", "total_memory"):
-        found = document["statistics"][name]
-        if found["points"]:
-            figures = [f"{found[key]:.1%}" for key in ("median", "p90", "largest", "aim")]
-            lines.append(f"| {name.replace('_', ' ')} | {found['points']} | {' | '.join(figures)} | {found['within_aim']} |")
-    versions = document["environment"]["versions"]
-    tail = (
-        f"torch {versions['torch']}, transformers {versions['transformers']}, optforge {versions['optforge']}, {document['seconds']:.0f} s"
-    )
-    return "\n".join([*lines, "", f"{tail}, load average {document['load_average']:.1f} before the first point.", ""])
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3g}"
-
-
-def _percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:+.1%}"
 
 
 def record(results: Sequence[Result], calibration: Calibration, source: str) -> Path:
@@ -434,12 +231,12 @@ def main() -> None:
     with bench.backend.session(0):
         document["environment"] = environment.collect(bench.backend)
         for case in (cpu_cases if options.device == "cpu" else cuda_cases)():
-            if options.only not in _name(case) or time.perf_counter() - begun > budget:
+            if options.only not in title(case) or time.perf_counter() - begun > budget:
                 continue
             for result in bench.results(case):
                 results.append(result)
-                outcome = result.failed or f"{_number(result.measured_ms)} ms measured, {_percent(result.error)}"
-                tell(f"{result.name} {result.mode}: {_number(result.predicted_ms)} ms predicted, {outcome}")
+                outcome = result.failed or f"{number(result.measured_ms)} ms measured, {percent(result.error)}"
+                tell(f"{result.name} {result.mode}: {number(result.predicted_ms)} ms predicted, {outcome}")
             document |= {"results": [asdict(result) for result in results], "statistics": statistics(results)}
             document["seconds"] = time.perf_counter() - begun
             write_bytes(stem.with_suffix(".json"), (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
