@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from optforge.measure.machine.point import BACKWARD, FUSED, Overheads, Point, compiled_name
+from optforge.measure.machine.point import BACKWARD, BACKWARD_PRODUCTS, FUSED, Overheads, Point, compiled_name
 from optforge.plan import graph as g
 from optforge.plan.price import FALLBACK
 from optforge.spec import Hardware
@@ -26,8 +26,6 @@ NAMED = 4
 NEAREST = 4
 """Points that a value between points is weighted from."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
-BACKWARD_FACTOR = 2.5
-"""Attention's backward pass makes five products where the forward pass makes two (Dao, FlashAttention-2, 2023, section 3.1)."""
 
 EXACT, SAME_DTYPE, SAME_KIND, NONE = "measured", "same kind and dtype", "same kind", "none"
 
@@ -200,7 +198,7 @@ def _work(item: g.Kernel | Point) -> tuple[float, float]:
     if item.kind == g.ATTENTION and len(size) == 6:
         batch, heads, kv_heads, queries, keys, width = size
         pairs = queries * keys - (queries * (queries - 1) / 2 if item.detail == "causal" and queries <= keys else 0)
-        factor = BACKWARD_FACTOR if item.phase == BACKWARD else 1.0
+        factor = BACKWARD_PRODUCTS if item.phase == BACKWARD else 1.0
         return factor * 4.0 * batch * heads * width * pairs, 2.0 * each * batch * width * (heads * queries + kv_heads * keys)
     if item.kind == g.CONVOLUTION and len(size) == 6:
         batch, inputs, outputs, groups, kernel, pixels = size

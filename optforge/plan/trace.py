@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from optforge.data.base import DataSource
 from optforge.kernels import dispatch
+from optforge.measure.machine.point import BACKWARD_PRODUCTS
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
 from optforge.plan import memo
@@ -310,9 +311,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, out = ctx.saved_tensors
         made = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        # five products instead of two (Dao, FlashAttention-2, 2023, section 3.1: scores are computed again)
         detail = "causal" if ctx.causal else ""
-        ctx.recorder.add(_attention(ctx.recorder, [query, key, value, out, *grads], made, detail=detail, products=2.5))
+        ctx.recorder.add(_attention(ctx.recorder, [query, key, value, out, *grads], made, detail=detail, products=BACKWARD_PRODUCTS))
         return (*made, None, None, None)
 
 

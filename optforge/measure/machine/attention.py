@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optforge.kernels import attention as _operators  # noqa: F401 - defines optforge::grouped_attention
-from optforge.measure.machine.case import TORCH, Case, random, warm
+from optforge.measure.machine.case import Case, random, warm
 from optforge.measure.machine.clock import Call
-from optforge.measure.machine.point import ATTENTION, BACKWARD, COPY, compiled_name
+from optforge.measure.machine.point import ATTENTION, BACKWARD, BACKWARD_PRODUCTS, COPY, compiled_name
+from optforge.pretrained import torch_dtype
 
 SDPA, GROUPED = "aten.scaled_dot_product_attention", "optforge.grouped_attention"
-BACKWARD_PRODUCTS = 2.5
-"""Five products where the forward pass has two (Dao, FlashAttention-2, 2023, section 3.1)."""
 UNSEEN = 16
 """Last positions of a cache that the mask hides."""
 
@@ -44,7 +43,9 @@ class Shape:
     def operands(self, device: torch.device) -> tuple[Tensor, ...]:
         """q, k, v as a layer's projections leave them: [batch, tokens, heads, width], heads moved forward as a view."""
         sizes = ((self.queries, self.heads), (self.keys, self.groups), (self.keys, self.groups))
-        return tuple(random((self.batch, tokens, heads, self.width), TORCH[self.dtype], device).transpose(1, 2) for tokens, heads in sizes)
+        return tuple(
+            random((self.batch, tokens, heads, self.width), torch_dtype(self.dtype), device).transpose(1, 2) for tokens, heads in sizes
+        )
 
     def case(self, name: str, detail: str, make: Callable[[int], list[Call]], *, cold: float = 0.0) -> Case:
         seen = self.queries * self.keys - (self.queries * (self.queries - 1) / 2 if detail == "causal" else 0)
@@ -56,7 +57,7 @@ class Shape:
             size=(self.batch, self.heads, self.groups, self.queries, self.keys, self.width),
             detail=detail,
             flops=4.0 * self.batch * self.heads * self.width * seen,
-            bytes=float(TORCH[self.dtype].itemsize * moved),
+            bytes=float(torch_dtype(self.dtype).itemsize * moved),
             cold=cold,
             make=make,
         )
@@ -85,7 +86,7 @@ def decode(device: torch.device) -> Iterator[Case]:
         for batch in (1, 4, 8) if cpu else (1, 4, 16, 64):
             for model in (SMOLLM2,) if cpu else (LLAMA_8B, LLAMA_1B, SMOLLM2):
                 shape = replace(model, groups=model.heads, batch=batch, keys=length)
-                cache = 2.0 * batch * shape.heads * length * shape.width * TORCH[shape.dtype].itemsize
+                cache = 2.0 * batch * shape.heads * length * shape.width * torch_dtype(shape.dtype).itemsize
                 yield shape.case(SDPA, "masked", partial(_masked, shape, device), cold=cache)
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import FORWARD
 
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

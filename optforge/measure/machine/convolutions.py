@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from optforge.measure.machine.case import TORCH, Case, random
+from optforge.measure.machine.case import Case, random
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import CONVOLUTION, compiled_name
+from optforge.pretrained import torch_dtype
 
 # in channels, out channels, groups, kernel, stride, input pixels a side (padded)
 EFFICIENTNET = (
@@ -82,9 +83,9 @@ def _case(device: torch.device, batch: int, dtype: str, shape: Shape, *, compile
     weights = shape.outputs * shape.inputs // shape.groups * shape.kernel**2
 
     def make(copies: int) -> list[Call]:
-        x = random((batch, shape.inputs, shape.side, shape.side), TORCH[dtype], device).to(memory_format=layout)
-        weight = random(weight_shape, TORCH[dtype], device).to(memory_format=layout)
-        bias = random((shape.outputs,), TORCH[dtype], device)
+        x = random((batch, shape.inputs, shape.side, shape.side), torch_dtype(dtype), device).to(memory_format=layout)
+        weight = random(weight_shape, torch_dtype(dtype), device).to(memory_format=layout)
+        bias = random((shape.outputs,), torch_dtype(dtype), device)
         return [lambda: F.conv2d(x, weight, bias, shape.stride, groups=shape.groups)]
 
     elements = batch * shape.inputs * shape.side**2 + weights + shape.outputs + batch * shape.outputs * shape.pixels
@@ -94,6 +95,6 @@ def _case(device: torch.device, batch: int, dtype: str, shape: Shape, *, compile
         dtype=dtype,
         size=(batch, shape.inputs, shape.outputs, shape.groups, shape.kernel**2, shape.pixels),
         flops=2.0 * batch * weights * shape.pixels,
-        bytes=float(elements * TORCH[dtype].itemsize),
+        bytes=float(elements * torch_dtype(dtype).itemsize),
         make=make,
     )

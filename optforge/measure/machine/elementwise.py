@@ -18,9 +18,10 @@ from torch import Tensor
 
 from optforge.kernels.formats import OCP
 from optforge.kernels.rounding import fp8_rows, int8_rows
-from optforge.measure.machine.case import TORCH, Case, random, warm
+from optforge.measure.machine.case import Case, random, warm
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import COPY, EMBEDDING, FUSED, OPTIMIZER, POINTWISE, REDUCTION, UPDATE
+from optforge.pretrained import torch_dtype
 
 DECODER_SIZES = ((256, 576), (256, 1536), (4, 576), (64, 576), (1024, 1536), (1, 4096), (16, 4096))
 LARGE_SIZES = ((2048, 4096), (256, 4096), (2048, 14336), (8192, 8192))
@@ -48,12 +49,17 @@ def eager(device: torch.device) -> Iterator[Case]:
     """Single operators as PyTorch runs them."""
     for size in (*DECODER_SIZES, *LARGE_SIZES) if device.type == "cuda" else DECODER_SIZES:
         for dtype in ("bf16", "fp32"):
-            inputs = partial(_tensors, (size, size), TORCH[dtype], device)
+            inputs = partial(_tensors, (size, size), torch_dtype(dtype), device)
             elements = size[0] * size[1]
             for name, (kind, moved, call) in SINGLE.items():
                 result = (size[0], 2 * size[1]) if name == "aten.cat" else size
                 yield Case(
-                    kind=kind, name=name, dtype=dtype, size=result, bytes=moved * elements * TORCH[dtype].itemsize, make=warm(call, inputs)
+                    kind=kind,
+                    name=name,
+                    dtype=dtype,
+                    size=result,
+                    bytes=moved * elements * torch_dtype(dtype).itemsize,
+                    make=warm(call, inputs),
                 )
             converted = partial(torch.Tensor.to, dtype=WIDER[dtype])
             make = warm(lambda x, y, converted=converted: converted(x), inputs)
@@ -71,8 +77,8 @@ def batch_norms(device: torch.device) -> Iterator[Case]:
                     name="aten.native_batch_norm",
                     dtype=dtype,
                     size=size,
-                    bytes=2.0 * batch * channels * side**2 * TORCH[dtype].itemsize,
-                    make=warm(_batch_norm, partial(_tensors, (size, (channels,), (channels,)), TORCH[dtype], device)),
+                    bytes=2.0 * batch * channels * side**2 * torch_dtype(dtype).itemsize,
+                    make=warm(_batch_norm, partial(_tensors, (size, (channels,), (channels,)), torch_dtype(dtype), device)),
                 )
 
 
@@ -100,8 +106,8 @@ def updates(device: torch.device) -> Iterator[Case]:
                 dtype=dtype,
                 size=(each,),
                 phase=UPDATE,
-                bytes=7.0 * 8 * each * TORCH[dtype].itemsize,
-                make=partial(_update, device, each, TORCH[dtype]),
+                bytes=7.0 * 8 * each * torch_dtype(dtype).itemsize,
+                make=partial(_update, device, each, torch_dtype(dtype)),
             )
 
 
@@ -121,7 +127,7 @@ def fused(device: torch.device) -> Iterator[Case]:
     for width in (4096, 2048) if cuda else (576, 3072):
         yield from _Fused(POINTWISE, "bf16", _dequantize, (FP32_ROWS, SCALES, SCALES, CHANNELS), 6).cases(device, width, many)
     for dtype, rows in (("fp32", FP32_ROWS), ("bf16", BF16_ROWS)):
-        program = _Fused(POINTWISE, dtype, _residual, (rows, rows), 3 * TORCH[dtype].itemsize)
+        program = _Fused(POINTWISE, dtype, _residual, (rows, rows), 3 * torch_dtype(dtype).itemsize)
         yield from program.cases(device, 144, (784, 3136, 25088, 100352))
 
 

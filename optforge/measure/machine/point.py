@@ -8,6 +8,10 @@ PRODUCT, ATTENTION, CONVOLUTION = "product", "attention", "convolution"
 EMBEDDING, POINTWISE, REDUCTION, COPY, OPTIMIZER = "embedding", "pointwise", "reduction", "copy", "optimizer"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
+BACKWARD_PRODUCTS = 2.5
+"""Arithmetic of attention's backward pass over that of its forward pass: five products, since scores are computed again, in place of
+two (Dao, FlashAttention-2, 2023, section 3.1)."""
+
 FUSED = "fused"
 """Name of a kernel that a compiler made of several operators."""
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from optforge.kernels import fp8_weight, int4_weight, int8_dynamic, int8_weight
-from optforge.measure.machine.case import TORCH, Case, random, warm
+from optforge.measure.machine.case import Case, random, warm
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import PRODUCT
+from optforge.pretrained import torch_dtype
 
 KERNELS = (fp8_weight, int4_weight, int8_dynamic, int8_weight)
 """Modules that define this package's operators when they are imported."""
@@ -55,7 +56,7 @@ def classifier(device: torch.device, batches: Sequence[int]) -> Iterator[Case]:
     """The last layer of an image classifier, with its bias."""
     for m in batches:
         for dtype in ("fp32", "bf16"):
-            yield _Layer(device, m, 1000, 1280).product("aten.addmm", dtype, (TORCH[dtype], TORCH[dtype]), _with_bias)
+            yield _Layer(device, m, 1000, 1280).product("aten.addmm", dtype, (torch_dtype(dtype), torch_dtype(dtype)), _with_bias)
 
 
 def gradients(device: torch.device, layers: Sequence[tuple[int, int]], tokens: Sequence[int]) -> Iterator[Case]:
@@ -83,8 +84,8 @@ def batched(device: torch.device) -> Iterator[Case]:
                 dtype=dtype,
                 size=(batch, m, n, k),
                 flops=2.0 * batch * m * n * k,
-                bytes=float(TORCH[dtype].itemsize * batch * (m * k + k * n + m * n)),
-                make=warm(torch.bmm, partial(_pair, (batch, m, k), (batch, k, n), TORCH[dtype], device)),
+                bytes=float(torch_dtype(dtype).itemsize * batch * (m * k + k * n + m * n)),
+                make=warm(torch.bmm, partial(_pair, (batch, m, k), (batch, k, n), torch_dtype(dtype), device)),
             )
 
 
