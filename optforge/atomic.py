@@ -6,6 +6,7 @@ worse than none. Everything goes to a temporary name in the same folder, is flus
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -33,6 +34,16 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise cannot_write(path, len(content), error) from error
+
+
+def write_json(path: Path, values: object) -> None:
+    """Replaces the file at `path` by `values` as strict JSON.
+
+    Raises:
+        OutputError: as `write_bytes`.
+        ValueError: a number is not finite.
+    """
+    write_bytes(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode("ascii"))
 
 
 def sync_folder(folder: Path) -> None:

@@ -207,7 +207,7 @@ def write(folder: Path, pairs: Sequence[Pair], judgement: Judgement) -> None:
         "findings": [{"limit": one.limit, "verdict": one.verdict, "found": one.found, "detail": one.detail} for one in judgement.findings],
         "pairs": [{"a_s": pair.a_s, "b_s": pair.b_s, "load": pair.load} for pair in pairs],
     }
-    atomic.write_bytes(folder / RESULT, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode("ascii"))
+    atomic.write_json(folder / RESULT, values)
 
 
 def _commit(folder: Path) -> str:

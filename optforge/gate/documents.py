@@ -8,6 +8,7 @@ from xml.etree import ElementTree as xml
 
 from optforge.gate import judge
 from optforge.gate.judge import MISSED, PASSED, UNDECIDED, Judgement
+from optforge.report.markdown import escaped
 
 WORD = {PASSED: "passed", MISSED: "**missed**", UNDECIDED: "undecided"}
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -51,20 +52,15 @@ def junit(judgement: Judgement) -> str:
 def markdown(judgement: Judgement) -> str:
     """A summary for a pull request."""
     rows = [
-        f"| {WORD[finding.verdict]} | {_cell(finding.limit)} | {_cell(finding.found)} | {_cell(finding.detail)} |"
+        f"| {WORD[finding.verdict]} | {escaped(finding.limit)} | {escaped(finding.found)} | {escaped(finding.detail)} |"
         for finding in judgement.findings
     ]
-    facts = [f"- {key}: {_cell(value)}" for key, value in judgement.facts.items() if value]
-    notes = [f"> {_cell(note)}" for note in judgement.notes]
-    parts = [f"## {_cell(judge.summary(judgement))}", "\n".join(["| | limit | found | from |", "|---|---|---|---|", *rows])]
+    facts = [f"- {key}: {escaped(value)}" for key, value in judgement.facts.items() if value]
+    notes = [f"> {escaped(note)}" for note in judgement.notes]
+    parts = [f"## {escaped(judge.summary(judgement))}", "\n".join(["| | limit | found | from |", "|---|---|---|---|", *rows])]
     parts += ["\n>\n".join(notes)] if notes else []
     parts += ["\n".join(facts)] if facts else []
     return "\n\n".join(parts) + "\n"
-
-
-def _cell(text: str) -> str:
-    """Text that Markdown shows as it is: names have underscores, commands have stars, bars and signs."""
-    return re.sub(r"([\\`*_{}\[\]<>|~#])", r"\\\1", " ".join(text.split()))
 
 
 def _text(text: str) -> str:

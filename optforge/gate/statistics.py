@@ -26,10 +26,6 @@ class Estimate:
     low: float
     high: float
 
-    def scaled(self, factor: float) -> Estimate:
-        """Times `factor`, which is positive."""
-        return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -104,12 +100,12 @@ NORMAL = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 
 @functools.cache
-def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Student's two-sided quantile, by bisection over the closed form of its distribution for whole degrees of freedom."""
+def t_quantile(freedom: int) -> float:
+    """Student's two-sided 95% quantile, by bisection over the closed form of its distribution for whole degrees of freedom."""
     low, high = 0.0, 1e4
     while high - low > 1e-9 * max(1.0, high):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
     return high
 
 

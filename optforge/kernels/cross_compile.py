@@ -207,7 +207,7 @@ def _read(path: Path) -> Compiled | None:
 
 
 def _write(path: Path, result: Compiled) -> None:
-    atomic.write_bytes(path, json.dumps(asdict(result)).encode())
+    atomic.write_json(path, asdict(result))
 
 
 def _child(jobs: Sequence[Job], work: Path, limit_s: int) -> None:

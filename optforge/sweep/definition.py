@@ -33,7 +33,7 @@ def of(run: Run) -> dict[str, Json]:
 
 def write(folder: Path, jobs: Sequence[Mapping[str, Json]]) -> None:
     """Keeps the definitions of all jobs, in their order, beside sweep.json."""
-    atomic.write_bytes(folder / FILE, (json.dumps({"jobs": list(jobs)}, allow_nan=False) + "\n").encode("ascii"))
+    atomic.write_json(folder / FILE, {"jobs": list(jobs)})
 
 
 def read(folder: Path) -> list[dict[str, Json]]:

@@ -21,7 +21,6 @@ SWEEP_FILE, STATUS_FILE, LOG_FILE = "sweep.json", "status.json", "job.log"
 
 WAITING, RUNNING, NOT_STARTED = "waiting", "running", "not_started"
 DONE, FAILED, OOM, TIMEOUT, INTERRUPTED = "done", "failed", "oom", "timeout", "interrupted"
-STATUSES = (WAITING, RUNNING, DONE, FAILED, OOM, TIMEOUT, INTERRUPTED, NOT_STARTED)
 ENDED_BADLY = (FAILED, OOM, TIMEOUT)
 
 Record = TypeVar("Record")
@@ -86,7 +85,7 @@ def write(sweep: Sweep, folder: Path) -> None:
     Raises:
         OutputError: the folder cannot be written.
     """
-    atomic.write_bytes(folder / SWEEP_FILE, _text(asdict(sweep)))
+    atomic.write_json(folder / SWEEP_FILE, asdict(sweep))
 
 
 def write_status(job: Job, folder: Path) -> None:
@@ -95,7 +94,7 @@ def write_status(job: Job, folder: Path) -> None:
     Raises:
         OutputError: the folder cannot be written.
     """
-    atomic.write_bytes(folder / job.folder / STATUS_FILE, _text({"schema_version": SCHEMA_VERSION, **asdict(job)}))
+    atomic.write_json(folder / job.folder / STATUS_FILE, {"schema_version": SCHEMA_VERSION, **asdict(job)})
 
 
 def read(folder: Path | str) -> Sweep:
@@ -123,10 +122,6 @@ def read_status(folder: Path | str) -> Job:
 def is_sweep(folder: Path | str) -> bool:
     """Whether a sweep was written into `folder`."""
     return (Path(folder) / SWEEP_FILE).is_file()
-
-
-def _text(values: dict[str, Json]) -> bytes:
-    return (json.dumps(values, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
 def _values(path: Path, fix: str) -> dict[str, Json]:

@@ -29,7 +29,7 @@ def write_request(folder: Path, *, cwd: Path, runs: Sequence[tuple[str, Sequence
     runs: name and overrides of each finalist.
     """
     request = {"cwd": str(cwd), "runs": [{"name": name, "overrides": list(overrides)} for name, overrides in runs]}
-    atomic.write_bytes(folder / REQUEST, (json.dumps(request, indent=1) + "\n").encode("ascii"))
+    atomic.write_json(folder / REQUEST, request)
 
 
 def run(folder: Path, *, index: int, slot: Slot, limit_s: float) -> Job:
@@ -120,7 +120,7 @@ def measure(folder: Path) -> None:
         with progress.stage("plan"):
             plans = [engine.plan(run) for run in runs]
         result = _timed(plans, names, progress)
-    atomic.write_bytes(folder / RESULT, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode("ascii"))
+    atomic.write_json(folder / RESULT, result)
 
 
 def _timed(plans: list[Any], names: list[str], progress: Any) -> dict[str, Json]:

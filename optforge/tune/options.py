@@ -19,7 +19,6 @@ from optforge.spec import Json
 
 TUNE, LIMIT = "tune.", "limits."
 OBJECTIVES = ("latency", "memory", "size", "quality")
-SAMPLERS = ("tpe", "nsga2", "random", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

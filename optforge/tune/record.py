@@ -19,6 +19,7 @@ from optforge import atomic, environment, safe_yaml
 from optforge.errors import Problem, UserError
 from optforge.report import figures
 from optforge.report.codec import build
+from optforge.report.markdown import table as markdown_table
 from optforge.spec import Json, Ratio
 from optforge.tune import judge
 from optforge.tune.candidate import FAILED, HAND_WRITTEN, MEASURED, MISSED, PRUNED, REFUSED, WAITING, Candidate
@@ -62,7 +63,7 @@ def write(search: Search, folder: Path, *, command: str, about: dict[str, str]) 
         "final_error": search.final_error,
         "seconds": round(search.seconds, 1),
     }
-    atomic.write_bytes(folder / FILE, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode("ascii"))
+    atomic.write_json(folder / FILE, values)
     atomic.write_bytes(folder / PAGE, markdown(search, command=command, about=about).encode("utf-8", "replace"))
     if best is not None:
         atomic.write_bytes(folder / BEST, recipe_text(search, best, command=command, about=about).encode("utf-8"))
@@ -214,9 +215,7 @@ def markdown(search: Search, *, command: str, about: dict[str, str]) -> str:
         "Predicted times are of the plan, with its error band; they are never ranked with measured ones. Ratios have their 95% interval.",
         "Proposals that the plan refuses stand in tune.json alone.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
-        *(f"| {' | '.join(row[name].replace('|', '/') for name in COLUMNS)} |" for row in rows),
+        markdown_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], [True] * len(COLUMNS)),
         "",
     ]
     return "\n".join(lines)
