@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import llamas
 import pytest
 import torch
 from torch import nn
 from toys import tiny_cnn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import optforge
 from optforge.errors import ConfigError, ModelError, OutputError, PlanError
@@ -39,10 +40,9 @@ def rows() -> torch.Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
-def llama(seed: int = 0, tied: bool = True) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256, tie_word_embeddings=tied)).to(torch.bfloat16)
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": True}
+    return llamas.module(seed=seed, dtype=torch.bfloat16, **sizes, max_position_embeddings=2048)
 
 
 def ids() -> torch.Tensor:

@@ -12,6 +12,8 @@ from optforge.spec import Hardware
 from optforge.transforms.base import Context
 
 CPU = Hardware(name="cpu", backend="cpu", arch="x86_64", peak_flops={"fp32": 1e11, "bf16": 1e12, "int8": 2e12})
+GPU = Hardware(name="gpu", backend="nvidia", arch="sm_90")
+"""A GPU of which nothing but the kind is known."""
 
 
 def context(step: str = "step", example: Any = None, **fields: Any) -> Context:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+import llamas
 import pytest
 import torch
-import yaml
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from optforge import config
-from optforge.models.base import Loaded
+from optforge.data.tokens import RandomTokens
 from optforge.plan.alternatives import alternatives, lacks, refusal
 from optforge.plan.graph import Graph
 from optforge.plan.roofline import CAPTURED, predict, speedup
@@ -24,15 +22,10 @@ from optforge.transforms.quantize import SCHEMES, Quantize, SchemeName
 from optforge.workloads.decode import Decode
 from optforge.workloads.prefill import Prefill
 
-FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
-DATA = config.compose(config.parse(["recipe=baseline", "data=random_tokens"], cwd=Path.cwd()), cwd=Path.cwd()).data.source
+DATA = RandomTokens()
 PREFILL = Prefill(batch_size=1, prompt_tokens=2048)
 DECODE = Decode(batch_size=1, context=512, new_tokens=32)
 Workload = Prefill | Decode
-
-
-def hardware(name: str) -> Hardware:
-    return Hardware(**yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
 
 
 def step(use: str = "quantize/fp8_dynamic", ignore: tuple[str, ...] = ("lm_head",)) -> Step:
@@ -43,21 +36,12 @@ def step(use: str = "quantize/fp8_dynamic", ignore: tuple[str, ...] = ("lm_head"
 
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
-    made = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(made).to(torch.bfloat16).eval()
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8}
+    return llamas.module("meta", dtype=torch.bfloat16, **sizes, vocab_size=32000, max_position_embeddings=4096)
 
 
 def traced(module: nn.Module, workload: Workload, target: Hardware) -> Graph:
-    return trace(Loaded(module=module, family="causal_lm", name="llama", vocab_size=32000), workload, DATA, target)
+    return trace(llamas.loaded(module), workload, DATA, target)
 
 
 def ranked_for(asked: Step, module: nn.Module, workload: Workload, target: Hardware) -> list[dict[str, Json]]:
@@ -69,7 +53,7 @@ def options(ranked: list[dict[str, Json]]) -> list[str]:
 
 
 def test_int8_dynamic_comes_first_in_prefill_on_a100(llama: nn.Module) -> None:
-    ranked = ranked_for(step(), llama, PREFILL, hardware("a100"))
+    ranked = ranked_for(step(), llama, PREFILL, config.hardware("a100"))
     assert options(ranked)[0] == "int8_dynamic"
     assert "fp8_dynamic" not in options(ranked)
     assert 1.5 < ranked[0]["predicted_speedup"] < 2.0  # 624 / 312 on the linears, none on what lies between them
@@ -82,40 +66,40 @@ def test_int8_dynamic_comes_first_in_prefill_on_a100(llama: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["a100", "h200", "l4", "t4", "mi300x"])
 def test_int4_weight_comes_first_in_decode_at_one_sequence(llama: nn.Module, name: str) -> None:
-    ranked = ranked_for(step(), llama, DECODE, hardware(name))
+    ranked = ranked_for(step(), llama, DECODE, config.hardware(name))
     assert options(ranked)[0] == "int4_weight"
     bits = {option: scheme.weight_bits for option, scheme in SCHEMES.items()}
     assert [bits[option] for option in options(ranked)] == sorted(bits[option] for option in options(ranked))
 
 
 def test_fp8_is_offered_only_where_it_has_units(llama: nn.Module) -> None:
-    offered = {name: options(ranked_for(step("quantize/int8_weight"), llama, PREFILL, hardware(name))) for name in ("h100", "a100")}
+    offered = {name: options(ranked_for(step("quantize/int8_weight"), llama, PREFILL, config.hardware(name))) for name in ("h100", "a100")}
     assert "fp8_dynamic" in offered["h100"] and "fp8_dynamic" not in offered["a100"]
     assert "fp8_weight" in offered["a100"]
 
 
 def test_the_ranking_is_by_predicted_speedup_and_leaves_the_model_alone(llama: nn.Module) -> None:
     before = {name: (tensor.dtype, tensor.shape) for name, tensor in llama.named_parameters()}
-    ranked = ranked_for(step(), llama, DECODE, hardware("h100"))
+    ranked = ranked_for(step(), llama, DECODE, config.hardware("h100"))
     gains = [item["predicted_speedup"] for item in ranked]
     assert gains == sorted(gains, reverse=True)
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in llama.named_parameters()} == before
 
 
 def test_ignored_layers_are_left_out_of_the_estimate(llama: nn.Module) -> None:
-    ranked = ranked_for(step(), llama, PREFILL, hardware("a100"))
-    narrowed = ranked_for(step(ignore=("lm_head", "mlp")), llama, PREFILL, hardware("a100"))
+    ranked = ranked_for(step(), llama, PREFILL, config.hardware("a100"))
+    narrowed = ranked_for(step(ignore=("lm_head", "mlp")), llama, PREFILL, config.hardware("a100"))
     assert narrowed[0]["predicted_speedup"] < ranked[0]["predicted_speedup"] - 0.2
 
 
 def test_without_peaks_the_options_are_listed_without_figures(llama: nn.Module) -> None:
-    ranked = ranked_for(step(), llama, PREFILL, hardware("cpu"))
+    ranked = ranked_for(step(), llama, PREFILL, config.hardware("cpu"))
     assert {item["predicted_speedup"] for item in ranked} == {None}
     assert options(ranked)[0] == "int8_dynamic"
 
 
 def test_other_kinds_have_no_alternatives(llama: nn.Module) -> None:
-    assert ranked_for(step("fuse/decoder"), llama, PREFILL, hardware("a100")) == []
+    assert ranked_for(step("fuse/decoder"), llama, PREFILL, config.hardware("a100")) == []
 
 
 @pytest.mark.case("B39")
@@ -129,7 +113,7 @@ def test_other_kinds_have_no_alternatives(llama: nn.Module) -> None:
     ],
 )
 def test_B39_the_refusal_names_the_capability_and_the_alternatives(llama: nn.Module, name: str, sentence: str) -> None:
-    target = hardware(name)
+    target = config.hardware(name)
     ranked = ranked_for(step(), llama, PREFILL, target)
     lowered = step().transform.lower(target)
     problem = refusal(step(), lowered, target, ranked)
@@ -142,7 +126,7 @@ def test_B39_the_refusal_names_the_capability_and_the_alternatives(llama: nn.Mod
 def test_an_alternative_is_predicted_as_the_quantized_model_itself(llama: nn.Module, option: str, workload: Workload) -> None:
     """Weight-only schemes to the byte. Dynamic ones round and scale in a few operators that the question leaves out, most of which a
     compiler merges; what differs is small beside the products."""
-    target = hardware("h100")
+    target = config.hardware("h100")
     asked = step("quantize/int8_weight" if option != "int8_weight" else "quantize/int4_weight")
     ranked = {item["use"]: item["predicted_speedup"] for item in ranked_for(asked, llama, workload, target)}
     before, quantized = predict(traced(llama, workload, target), target, mode=CAPTURED), on_meta(llama)
@@ -156,18 +140,18 @@ def test_an_alternative_is_predicted_as_the_quantized_model_itself(llama: nn.Mod
 
 
 def test_a_step_whose_selectors_are_wrong_is_left_to_its_own_check(llama: nn.Module) -> None:
-    assert ranked_for(step(ignore=("lm_haed",)), llama, PREFILL, hardware("a100")) == []
+    assert ranked_for(step(ignore=("lm_haed",)), llama, PREFILL, config.hardware("a100")) == []
 
 
 @pytest.mark.case("B39")
 def test_B39_a_blackwell_card_is_not_told_that_its_capability_is_too_low() -> None:
-    assert lacks(hardware("b200"), "int4") == "b200 has no int4 matrix units"
+    assert lacks(config.hardware("b200"), "int4") == "b200 has no int4 matrix units"
 
 
 def test_a_step_without_ranked_alternatives_names_what_runs_instead() -> None:
     bf16 = Step(name="cast", use="precision/bf16", options={}, transform=None)
     lowered = Lowered(requested="bf16", runs_as="fp16", transform=step().transform, reason="t4 has no bf16 matrix units")
     assert (
-        str(refusal(bf16, lowered, hardware("t4"), []))
+        str(refusal(bf16, lowered, config.hardware("t4"), []))
         == "step cast: t4 has no bf16 matrix units; type steps.cast.use=precision/fp16, or downgrade=allow"
     )

@@ -6,16 +6,16 @@ import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
+import llamas
 import torch
+from toys import CPU
 
-from optforge import config
+from optforge.data.tokens import RandomTokens
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
 from optforge.plan.fusion import kernels
 from optforge.plan.trace import trace
-from optforge.spec import Hardware
 from optforge.workloads.prefill import Prefill
 
 ROWS, WIDTH = 4, 64
@@ -236,24 +236,13 @@ def test_reductions_to_other_rows_are_kernels_of_their_own() -> None:
 
 # --- against Inductor ---------------------------------------------------------------------------------------------
 
-DATA = config.compose(config.parse(["recipe=baseline", "data=random_tokens"], cwd=Path.cwd()), cwd=Path.cwd()).data.source
+DATA = RandomTokens()
 TOKENS = 64
 
 
-def llama(device: str) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    made = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=1000,
-        max_position_embeddings=256,
-    )
-    with torch.device(device):
-        return LlamaForCausalLM(made).to(torch.bfloat16).eval()
+def llama(device: str) -> Loaded:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000}
+    return llamas.llama(device, dtype=torch.bfloat16, **sizes)
 
 
 def of_inductor() -> tuple[Counter[str], int]:
@@ -262,7 +251,7 @@ def of_inductor() -> tuple[Counter[str], int]:
     from torch._inductor import metrics
     from torch._inductor.utils import run_and_get_code
 
-    model = llama("cpu")
+    model = llama("cpu").module
     for layer in model.model.layers:
         layer.compile()
     torch._dynamo.reset()
@@ -281,8 +270,7 @@ def of_inductor() -> tuple[Counter[str], int]:
 
 
 def test_a_decoder_block_makes_the_kernels_that_inductor_makes() -> None:
-    loaded = Loaded(module=llama("meta"), family="causal_lm", name="tiny", vocab_size=1000)
-    traced = trace(loaded, Prefill(batch_size=1, prompt_tokens=TOKENS), DATA, Hardware(name="cpu", backend="cpu", arch="cpu"))
+    traced = trace(llama("meta"), Prefill(batch_size=1, prompt_tokens=TOKENS), DATA, CPU)
     blocks = ("model.layers.0", "model.layers.1")
     block = [kernel for kernel in kernels(traced, compiled=True, regions=blocks) if kernel.module.startswith("model.layers.0")]
     counted = Counter(kernel.kind if kernel.kind in (g.PRODUCT, g.ATTENTION) else "fused" for kernel in block)

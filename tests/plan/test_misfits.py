@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llamas
 import pytest
-from transformers import LlamaConfig
 
 from optforge import config
 from optforge.errors import PlanError
@@ -23,8 +23,8 @@ steps:
 
 def folder(tmp_path: Path, **sizes: object) -> Path:
     """A decoder's config alone: a plan reads no weights."""
-    values = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    LlamaConfig(**{**values, "vocab_size": 256, "architectures": ["LlamaForCausalLM"], **sizes}).save_pretrained(tmp_path / "model")
+    own = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 2048}
+    llamas.config(**{**own, **sizes}).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import llamas
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from optforge import config
 from optforge.data.tokens import RandomTokens
@@ -74,23 +74,9 @@ class LiveStorages(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def llama(device: str, layers: int = 3) -> Loaded:
-    with torch.device(device):
-        module = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=512,
-                hidden_size=128,
-                intermediate_size=352,
-                num_hidden_layers=layers,
-                num_attention_heads=8,
-                num_key_value_heads=4,
-                max_position_embeddings=1024,
-                pad_token_id=0,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        ).eval()
-    return Loaded(module=module, family="causal_lm", name="tiny", vocab_size=512)
+def llama(device: str, **changes: int) -> Loaded:
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return llamas.llama(device, **{**sizes, "num_hidden_layers": 3, "max_position_embeddings": 1024, **changes})
 
 
 def measured(loaded: Loaded, workload: Workload, call: Callable[[Any, nn.Module], Any]) -> int:
@@ -305,12 +291,7 @@ def test_margin_and_degrees_add_up() -> None:
 
 @pytest.mark.parametrize("scheme", ["int8_weight", "fp8_weight", "int4_weight"])
 def test_what_fewer_bits_save_is_what_the_step_saves(scheme: str) -> None:
-    def skeleton() -> Loaded:
-        with torch.device("meta"):
-            sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-            return Loaded(module=LlamaForCausalLM(LlamaConfig(**sizes)).eval(), family="causal_lm", name="tiny", vocab_size=512)
-
-    before, after = skeleton(), skeleton()
+    before, after = (llama("meta", intermediate_size=256, num_hidden_layers=2) for _ in range(2))
     fields = {"group_size": 64, "symmetric": False} if scheme == "int4_weight" else {}
     step = Quantize(scheme=SchemeName[scheme], **fields)
     step.apply(after.module, Context(step="weights", target=H200, device=H200))
@@ -321,8 +302,8 @@ def test_what_fewer_bits_save_is_what_the_step_saves(scheme: str) -> None:
 
 @pytest.mark.parametrize("workload", ["decode", "train"])
 def test_every_change_that_is_offered_makes_it_fit(tmp_path: Path, workload: str) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
-    LlamaConfig(**sizes, vocab_size=2048, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 2048}
+    llamas.config(**sizes).save_pretrained(tmp_path / "model")
     outside = 719_323_136 + 32 * MIB
     spare = 10_500_000 if workload == "train" else 3_900_000
     base = ["recipe=baseline", "hardware=h100", f"hardware.memory_bytes={outside + spare}", "model=hf", f"model.path={tmp_path / 'model'}"]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 
+import llamas
 import pytest
 import torch
-import yaml
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from optforge import config
+from optforge.data.tokens import RandomTokens
 from optforge.measure.machine.point import Overheads, Point
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
@@ -27,8 +26,7 @@ from optforge.workloads.decode import Decode
 from optforge.workloads.forward import Forward
 from optforge.workloads.prefill import Prefill
 
-FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
-DATA = config.compose(config.parse(["recipe=baseline", "data=random_tokens"], cwd=Path.cwd()), cwd=Path.cwd()).data.source
+DATA = RandomTokens()
 INT8_WEIGHT = Scheme(name="int8_weight", weight_dtype="int8", weight_bits=8, granularity="channel")
 INT8_DYNAMIC = replace(INT8_WEIGHT, name="int8_dynamic", activation_dtype="int8", activation_granularity="row")
 FP8_DYNAMIC = replace(INT8_DYNAMIC, name="fp8_dynamic", weight_dtype="fp8", activation_dtype="fp8")
@@ -45,10 +43,6 @@ MACHINE = Hardware(
 """Round figures, for counts by hand."""
 
 
-def hardware(name: str) -> Hardware:
-    return Hardware(**yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
-
-
 def net(module: nn.Module, *shape: int, on: Hardware = MACHINE, dtype: torch.dtype = torch.bfloat16) -> g.Graph:
     """The graph of one call of a module on one tensor."""
     example = ((torch.empty(*shape, dtype=dtype, device="meta"),), {})
@@ -60,10 +54,7 @@ def linear(inputs: int = 4096, outputs: int = 4096) -> nn.Module:
 
 
 def llama(**sizes: int) -> Loaded:
-    made = LlamaConfig(**sizes, max_position_embeddings=4096)
-    with torch.device("meta"):
-        module = LlamaForCausalLM(made).to(torch.bfloat16).eval()
-    return Loaded(module=module, family="causal_lm", name="llama", vocab_size=sizes["vocab_size"])
+    return llamas.llama("meta", dtype=torch.bfloat16, **{"max_position_embeddings": 4096, **sizes})
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +85,7 @@ def test_two_layers_by_hand() -> None:
 
 
 def test_one_linear_at_one_row_takes_the_time_of_reading_its_weights() -> None:
-    found = predict(net(linear(), 1, 4096), hardware("a100"), mode=CAPTURED)
+    found = predict(net(linear(), 1, 4096), config.hardware("a100"), mode=CAPTURED)
     seconds = (4096 * 4096 * 2 + 2 * 4096 * 2) / 2039e9  # 33.57 MB: 16.46 us
     assert found.latency_ms == pytest.approx(1e3 * seconds)
     assert found.bound == "memory"
@@ -103,22 +94,22 @@ def test_one_linear_at_one_row_takes_the_time_of_reading_its_weights() -> None:
 
 
 def test_one_linear_at_many_rows_takes_the_time_of_its_arithmetic() -> None:
-    found = predict(net(linear(), 8192, 4096), hardware("a100"), mode=CAPTURED)
+    found = predict(net(linear(), 8192, 4096), config.hardware("a100"), mode=CAPTURED)
     assert found.latency_ms == pytest.approx(1e3 * 2 * 8192 * 4096 * 4096 / 312e12)
     assert (found.bound, found.mfu) == ("arithmetic", pytest.approx(1.0))
 
 
 def test_the_host_sets_the_time_of_small_kernels_unless_a_graph_was_captured() -> None:
     graph = net(linear(16, 16), 1, 16)
-    assert predict(graph, hardware("h200"), mode=CAPTURED).latency_ms == pytest.approx(2e-3)
-    eager = predict(graph, hardware("h200"), mode=EAGER)
+    assert predict(graph, config.hardware("h200"), mode=CAPTURED).latency_ms == pytest.approx(2e-3)
+    eager = predict(graph, config.hardware("h200"), mode=EAGER)
     assert (eager.bound, eager.latency_ms, eager.launch_ms) == ("launch", pytest.approx(5e-3), pytest.approx(5e-3))
-    assert predict(graph, hardware("tpu_v5e"), mode=COMPILED).bound == "memory"
+    assert predict(graph, config.hardware("tpu_v5e"), mode=COMPILED).bound == "memory"
 
 
 def test_llama3_8b_decode_on_h200_from_published_sizes(llama3_8b: Loaded) -> None:
     """One token after 512: the published 8.03 B parameters are 16.06 GB, of which the embedding table is looked up and not read."""
-    h200 = hardware("h200")
+    h200 = config.hardware("h200")
     found = predict(trace(llama3_8b, Decode(context=512, new_tokens=1), DATA, h200), h200, mode=CAPTURED)
     assert found.weight_bytes == pytest.approx(16.06e9, rel=0.001)
     blocks = 32 * (4096 * 4096 * 2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)  # q, o; k, v; gate, up, down
@@ -136,7 +127,7 @@ def test_llama3_8b_decode_on_h200_from_published_sizes(llama3_8b: Loaded) -> Non
 
 
 def test_prefill_flops_are_two_per_parameter_and_token(llama3_8b: Loaded) -> None:
-    h100 = hardware("h100")
+    h100 = config.hardware("h100")
     found = predict(trace(llama3_8b, Prefill(batch_size=2, prompt_tokens=1024), DATA, h100), h100, mode=COMPILED)
     products = 2 * 2 * 1024 * 32 * (4096 * 4096 * 2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
     attention = 32 * 4 * 2 * 32 * 128 * (1024 * 1025 // 2)  # q k and p v over the causal half
@@ -148,11 +139,11 @@ def test_prefill_flops_are_two_per_parameter_and_token(llama3_8b: Loaded) -> Non
 
 
 def test_a_decoder_block_has_the_flops_that_pytorch_counts() -> None:
-    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_key_value_heads=4, vocab_size=32)
     real = loaded.module.to_empty(device="cpu")
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         real(input_ids=torch.zeros(2, 16, dtype=torch.int64), use_cache=False, logits_to_keep=1)
-    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_key_value_heads=4, vocab_size=32)
     found = predict(trace(loaded, Prefill(batch_size=2, prompt_tokens=16), DATA, MACHINE), MACHINE, mode=EAGER)
     attention = float(row(found, g.ATTENTION)["flops"])  # type: ignore[arg-type]  # a figure
     assert attention == 4 * 2 * 4 * 16 * (16 * 17 / 2)  # PyTorch counts the other half of the scores as well
@@ -160,7 +151,7 @@ def test_a_decoder_block_has_the_flops_that_pytorch_counts() -> None:
 
 
 def test_a_call_of_decode_takes_as_many_passes_as_tokens() -> None:
-    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_key_value_heads=4, vocab_size=32)
     one, four = (trace(loaded, Decode(batch_size=3, context=5, new_tokens=n), DATA, MACHINE) for n in (1, 4))
     first, second = (predict(replace(graph, passes=n), MACHINE, mode=EAGER) for graph, n in ((one, 1), (four, 4)))
     assert second.kernels == 4 * first.kernels
@@ -169,7 +160,7 @@ def test_a_call_of_decode_takes_as_many_passes_as_tokens() -> None:
 
 
 def test_what_a_compiler_merges_is_never_slower(llama3_8b: Loaded) -> None:
-    h200 = hardware("h200")
+    h200 = config.hardware("h200")
     graph = trace(llama3_8b, Prefill(batch_size=1, prompt_tokens=128), DATA, h200)
     times = [predict(graph, h200, mode=mode).latency_ms for mode in (EAGER, COMPILED, CAPTURED)]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
@@ -180,8 +171,8 @@ def test_what_a_compiler_merges_is_never_slower(llama3_8b: Loaded) -> None:
 
 @pytest.mark.parametrize("workload", [Prefill(prompt_tokens=64), Decode()])
 def test_more_work_never_takes_less_time(workload: Prefill | Decode) -> None:
-    loaded = llama(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, vocab_size=1000)
-    mi300x = hardware("mi300x")
+    loaded = llama(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8, vocab_size=1000)
+    mi300x = config.hardware("mi300x")
     graphs = [trace(loaded, replace(workload, batch_size=batch), DATA, mi300x) for batch in (1, 2, 8, 64, 512)]
     for mode in (EAGER, COMPILED, CAPTURED):
         found = [predict(graph, mi300x, mode=mode) for graph in graphs]
@@ -191,8 +182,8 @@ def test_more_work_never_takes_less_time(workload: Prefill | Decode) -> None:
 
 
 def test_more_bandwidth_or_arithmetic_is_never_slower(llama3_8b: Loaded) -> None:
-    graph = trace(llama3_8b, Prefill(batch_size=1, prompt_tokens=512), DATA, hardware("h200"))
-    named = [predict(graph, hardware(name), mode=CAPTURED).latency_ms for name in ("b200", "h200", "h100", "h100_pcie", "a100")]
+    graph = trace(llama3_8b, Prefill(batch_size=1, prompt_tokens=512), DATA, config.hardware("h200"))
+    named = [predict(graph, config.hardware(name), mode=CAPTURED).latency_ms for name in ("b200", "h200", "h100", "h100_pcie", "a100")]
     assert named == sorted(named)
     for faster in (1.0, 2.0, 4.0, 1000.0):
         quick = replace(MACHINE, bandwidth_bytes_per_s=1e12 * faster)
@@ -209,7 +200,7 @@ def test_more_bandwidth_or_arithmetic_is_never_slower(llama3_8b: Loaded) -> None
     [(INT8_WEIGHT, 4096 * 4096 + 4 * 4096), (INT4_GROUP, 4096 * 4096 // 2 + 4 * 4096 * 32)],
 )
 def test_weight_only_schemes_shrink_the_bytes_and_keep_the_product(scheme: Scheme, weight_bytes: int) -> None:
-    a100 = hardware("a100")
+    a100 = config.hardware("a100")
     found = predict(net(linear(), 1, 4096, on=a100), a100, mode=CAPTURED, schemes={"0": scheme})
     assert found.latency_ms == pytest.approx(1e3 * (weight_bytes + 2 * 4096 * 2) / 2039e9)
     assert found.weight_bytes == weight_bytes
@@ -217,7 +208,7 @@ def test_weight_only_schemes_shrink_the_bytes_and_keep_the_product(scheme: Schem
 
 
 def test_dynamic_schemes_multiply_in_low_precision_and_round_before_and_scale_after() -> None:
-    a100 = hardware("a100")
+    a100 = config.hardware("a100")
     found = predict(net(linear(), 4096, 4096, on=a100), a100, mode=COMPILED, schemes={"0": INT8_DYNAMIC})
     product, rounding, scaling = 2 * 4096**3 / 624e12, 3 * 4096**2 / 2039e9, 6 * 4096**2 / 2039e9
     assert found.latency_ms == pytest.approx(1e3 * (product + rounding + scaling))
@@ -227,7 +218,7 @@ def test_dynamic_schemes_multiply_in_low_precision_and_round_before_and_scale_af
 def test_a_quantized_module_reads_the_bytes_of_its_scheme() -> None:
     from optforge.kernels.linears import quantize_
 
-    a100, asked = hardware("a100"), net(linear(), 64, 4096)
+    a100, asked = config.hardware("a100"), net(linear(), 64, 4096)
     for scheme in (INT8_WEIGHT, INT4_GROUP):
         real = linear().to(torch.bfloat16)
         quantize_(real[0], real[0].weight, scheme, step="weights")
@@ -242,16 +233,16 @@ def net_as_it_is(module: nn.Module, *shape: int, on: Hardware) -> g.Graph:
 
 
 def test_product_dtype_follows_the_units_of_the_hardware() -> None:
-    assert product_dtype(hardware("a100"), INT8_DYNAMIC, "bf16") == "int8"
-    assert product_dtype(hardware("a100"), FP8_DYNAMIC, "bf16") == "bf16"
-    assert product_dtype(hardware("h100"), FP8_DYNAMIC, "bf16") == "fp8"
-    assert product_dtype(hardware("h100"), INT4_GROUP, "bf16") == "bf16"
-    assert product_dtype(hardware("t4"), None, "bf16") == "fp16"
-    assert product_dtype(hardware("cpu"), None, "bf16") is None
+    assert product_dtype(config.hardware("a100"), INT8_DYNAMIC, "bf16") == "int8"
+    assert product_dtype(config.hardware("a100"), FP8_DYNAMIC, "bf16") == "bf16"
+    assert product_dtype(config.hardware("h100"), FP8_DYNAMIC, "bf16") == "fp8"
+    assert product_dtype(config.hardware("h100"), INT4_GROUP, "bf16") == "bf16"
+    assert product_dtype(config.hardware("t4"), None, "bf16") == "fp16"
+    assert product_dtype(config.hardware("cpu"), None, "bf16") is None
 
 
 def test_a_missing_unit_is_said() -> None:
-    found = predict(net(linear(), 1, 4096), hardware("t4"), mode=COMPILED)
+    found = predict(net(linear(), 1, 4096), config.hardware("t4"), mode=COMPILED)
     assert found.notes == ["t4 has no bf16 matrix units: those products are counted at its fp16 peak"]
     assert row(found, g.PRODUCT)["dtype"] == "fp16"
 
@@ -261,7 +252,7 @@ def test_a_missing_unit_is_said() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "auto"])
 def test_unknown_peaks_give_no_figure_and_a_reason(name: str) -> None:
-    found = predict(net(linear(), 1, 4096), hardware(name), mode=COMPILED)
+    found = predict(net(linear(), 1, 4096), config.hardware(name), mode=COMPILED)
     assert not found.known
     assert found.latency_ms is found.bound is found.items_per_s is found.memory_ms is found.ideal_ms is found.mfu is found.mbu is None
     assert found.reason == f"the profile {name} has no published peaks"
@@ -311,15 +302,15 @@ def test_a_trace_that_ended_early_gives_no_time() -> None:
 
 def test_fit_counts_weights_and_cache(llama3_8b: Loaded) -> None:
     graph = trace(llama3_8b, Decode(context=512, new_tokens=1), DATA, MACHINE)
-    assert predict(graph, hardware("t4"), mode=EAGER).fits is False  # 16.06 GB of 16
-    assert predict(graph, hardware("l4"), mode=EAGER).fits is True
+    assert predict(graph, config.hardware("t4"), mode=EAGER).fits is False  # 16.06 GB of 16
+    assert predict(graph, config.hardware("l4"), mode=EAGER).fits is True
     crowded = trace(llama3_8b, Decode(batch_size=100, context=1024, new_tokens=1), DATA, MACHINE)  # 134 MB a sequence
-    assert predict(crowded, hardware("l4"), mode=EAGER).fits is False
-    assert predict(graph, hardware("cpu"), mode=EAGER).fits is None
+    assert predict(crowded, config.hardware("l4"), mode=EAGER).fits is False
+    assert predict(graph, config.hardware("cpu"), mode=EAGER).fits is None
 
 
 def test_every_prediction_is_labelled_and_is_plain_data() -> None:
-    found = predict(net(linear(), 1, 4096), hardware("h200"), mode=CAPTURED)
+    found = predict(net(linear(), 1, 4096), config.hardware("h200"), mode=CAPTURED)
     assert (found.label, found.basis) == ("predicted", BASIS)
     assert "upper bound" in BASIS
     plain = json.loads(json.dumps(asdict(found), allow_nan=False))
@@ -329,7 +320,7 @@ def test_every_prediction_is_labelled_and_is_plain_data() -> None:
 
 
 def test_the_ten_costliest_kernels_put_equal_ones_together() -> None:
-    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=50_000)
+    loaded = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_key_value_heads=4, vocab_size=50_000)
     found = predict(trace(loaded, Prefill(batch_size=1, prompt_tokens=8), DATA, MACHINE), MACHINE, mode=COMPILED)
     assert (found.top[0]["module"], found.top[0]["count"]) == ("lm_head", 1)
     assert len(found.top) == 10
@@ -340,7 +331,7 @@ def test_the_ten_costliest_kernels_put_equal_ones_together() -> None:
 
 def test_speedup_is_the_ratio_of_the_times_and_none_where_one_is_unknown() -> None:
     graph = net(linear(), 1, 4096)
-    slow, fast, unknown = (predict(graph, hardware(name), mode=CAPTURED) for name in ("a100", "h200", "cpu"))
+    slow, fast, unknown = (predict(graph, config.hardware(name), mode=CAPTURED) for name in ("a100", "h200", "cpu"))
     assert speedup(slow, fast) == pytest.approx(4800 / 2039)
     assert speedup(asdict(slow), asdict(fast)) == speedup(slow, fast)
     assert speedup(slow, unknown) is None

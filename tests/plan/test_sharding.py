@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
+import llamas
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +16,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toys import context
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from optforge import config
 from optforge.data.tokens import RandomTokens
-from optforge.models.base import Loaded
 from optforge.plan.graph import ATTENTION, BACKWARD, FORWARD, PRODUCT, Graph, Kernel
 from optforge.plan.sharding import Layout, Mesh, collectives, gathered, held, misfit, split
 from optforge.plan.trace import trace
@@ -40,25 +40,12 @@ ROWS = 2 * 16
 
 
 def llama(device: str = "meta") -> LlamaForCausalLM:
-    with torch.device(device):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=WIDTH,
-                intermediate_size=HIDDEN,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=HEADS,
-                num_key_value_heads=KV_HEADS,
-                pad_token_id=0,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        ).eval()
+    sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    return llamas.module(device, **sizes, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
 
 
 def traced(workload: Workload, model: LlamaForCausalLM | None = None) -> Graph:
-    loaded = Loaded(module=model if model is not None else llama(), family="causal_lm", name="tiny", vocab_size=VOCABULARY)
-    graph = trace(loaded, workload, RandomTokens(), config.hardware("h100"))
+    graph = trace(llamas.loaded(model if model is not None else llama()), workload, RandomTokens(), config.hardware("h100"))
     assert graph.unknown is None
     return graph
 

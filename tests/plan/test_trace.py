@@ -5,45 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import llamas
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from toys import CPU, GPU
 
 from optforge import config
+from optforge.data.tokens import RandomTokens
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
 from optforge.plan import memo
 from optforge.plan.make import make
 from optforge.plan.roofline import predict
 from optforge.plan.trace import trace
-from optforge.spec import Hardware
 from optforge.workloads.decode import Decode
 from optforge.workloads.forward import Forward
 from optforge.workloads.prefill import Prefill
 
-CPU = Hardware(name="cpu", backend="cpu", arch="cpu")
-GPU = Hardware(name="gpu", backend="nvidia", arch="sm_90")
-DATA = config.compose(config.parse(["recipe=baseline", "data=random_tokens"], cwd=Path.cwd()), cwd=Path.cwd()).data.source
+DATA = RandomTokens()
 
 
 def llama(layers: int = 2, device: str = "meta") -> Loaded:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    made = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=256,
-        architectures=["LlamaForCausalLM"],
-    )
-    with torch.device(device):
-        module = LlamaForCausalLM(made).to(torch.bfloat16).eval()
-    return Loaded(module=module, family="causal_lm", name="tiny", vocab_size=128)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "max_position_embeddings": 256}
+    return llamas.llama(device, dtype=torch.bfloat16, **sizes)
 
 
 def module(net: nn.Module, *args: Tensor) -> Loaded:

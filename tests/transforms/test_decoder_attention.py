@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import llamas
 import pytest
 import torch
 from toys import CPU, context
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from optforge.backends.cpu import CpuBackend
 from optforge.errors import StepError
 from optforge.transforms.fuse import Attention, Fuse, attention
 
 IDS = torch.arange(24).reshape(2, 12)
-
-
-def llama(config: LlamaConfig | None = None) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model: LlamaForCausalLM = LlamaForCausalLM(config or LlamaConfig(vocab_size=64, **sizes)).eval()
-    return model
 
 
 def fused(model: LlamaForCausalLM, **fields: object) -> tuple[LlamaForCausalLM, list[str]]:
@@ -31,8 +25,8 @@ def fused(model: LlamaForCausalLM, **fields: object) -> tuple[LlamaForCausalLM, 
 
 
 def test_the_result_is_that_of_the_model_and_other_models_keep_their_attention() -> None:
-    config = llama().config
-    model, other = llama(config), llama(config)
+    model = llamas.module()
+    other = LlamaForCausalLM(model.config).eval()
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
         _, notes = fused(model)
@@ -43,7 +37,7 @@ def test_the_result_is_that_of_the_model_and_other_models_keep_their_attention()
 
 
 def test_a_padded_batch_gives_what_it_gave() -> None:
-    model, mask = llama(), torch.ones_like(IDS)
+    model, mask = llamas.module(), torch.ones_like(IDS)
     mask[0, :5] = 0
     with torch.no_grad():
         expected = model(input_ids=IDS, attention_mask=mask).logits
@@ -52,7 +46,7 @@ def test_a_padded_batch_gives_what_it_gave() -> None:
 
 
 def test_generation_with_a_cache_gives_what_it_gave() -> None:
-    model = llama()
+    model = llamas.module()
     expected = model.generate(IDS, max_new_tokens=6, do_sample=False)
     fused(model)
     assert torch.equal(model.generate(IDS, max_new_tokens=6, do_sample=False), expected)
@@ -62,7 +56,7 @@ def test_a_wrong_product_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch
     right = attention.grouped_attention
     monkeypatch.setattr(attention, "grouped_attention", lambda q, k, v, scale: right(q, k, v.flip(2), scale))
     with pytest.raises(StepError, match="step fuse: grouped attention differs from PyTorch's"):
-        fused(llama())
+        fused(llamas.module())
 
 
 @pytest.mark.parametrize(
@@ -73,11 +67,11 @@ def test_a_wrong_product_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_where_it_does_not_suit_the_receipt_says_why(fields: dict[str, object], note: str) -> None:
-    model, notes = fused(llama(), **fields)
+    model, notes = fused(llamas.module(), **fields)
     assert notes == [note]
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_keep_leaves_it_alone() -> None:
-    model, notes = fused(llama(), attention=Attention.keep)
+    model, notes = fused(llamas.module(), attention=Attention.keep)
     assert (model.config._attn_implementation, notes) == ("sdpa", [])

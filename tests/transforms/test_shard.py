@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import llamas
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toys import TinyLM, context, tiny_lm
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from optforge.errors import PlanError
 from optforge.share import on_meta
@@ -24,21 +25,9 @@ from optforge.transforms.shard import Shard
 from optforge.transforms.shard.layout import splits
 
 
-def llama(**sizes: object) -> LlamaForCausalLM:
-    with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                **{
-                    "vocab_size": 256,
-                    "hidden_size": 128,
-                    "intermediate_size": 256,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 8,
-                    "num_key_value_heads": 4,
-                    **sizes,
-                }
-            )
-        )
+def llama(**changes: int) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return llamas.module("meta", **{**sizes, **changes})
 
 
 def decisions(model: nn.Module, **degrees: int) -> dict[str, dict[str, object]]:

@@ -13,11 +13,9 @@ from llamas import (
     POSITIONS,
     VOCABULARY,
     WIDTH,
-    Tokens,
     layer_flops,
     layer_weights,
     llama,
-    meta_llama,
     rotary_flops,
 )
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from optforge import registry
 from optforge.backends.base import CompileOptions
 from optforge.compiling import compile_
+from optforge.data.tokens import RandomTokens
 from optforge.measure import compiles
 from optforge.models.base import Loaded
 from optforge.workloads.base import Work, Workload
@@ -46,12 +45,12 @@ def decoded(work, module: nn.Module) -> Tensor:
 
 def test_protocols() -> None:
     assert isinstance(SMALL, Workload)
-    assert isinstance(SMALL.prepare(llama(), Tokens(), CPU), Work)
+    assert isinstance(SMALL.prepare(llama(), RandomTokens(), CPU), Work)
 
 
 def test_tokens_equal_transformers_greedy_generation_in_every_call() -> None:
     loaded = llama()
-    work = SMALL.prepare(loaded, Tokens(), CPU)
+    work = SMALL.prepare(loaded, RandomTokens(), CPU)
     expected = generated(loaded.module, work.ids, SMALL.new_tokens + 1)
     assert len(expected.unique()) > 2, "a model that repeats one token would hide a wrong position"
     assert (work.unit, work.units, work.calls) == ("tokens", 16, 8)
@@ -61,7 +60,7 @@ def test_tokens_equal_transformers_greedy_generation_in_every_call() -> None:
 
 def test_two_modules_do_not_share_a_cache() -> None:
     a, b = llama(seed=0), llama(seed=1)
-    work = SMALL.prepare(a, Tokens(), CPU)
+    work = SMALL.prepare(a, RandomTokens(), CPU)
     expected = [generated(loaded.module, work.ids, 9) for loaded in (a, b)]
     assert not torch.equal(*expected)
     for _ in range(2):
@@ -71,7 +70,7 @@ def test_two_modules_do_not_share_a_cache() -> None:
 
 def test_ready_fills_the_cache_again_after_the_module_was_changed() -> None:
     loaded, other = llama(seed=0), llama(seed=1)
-    work = SMALL.prepare(loaded, Tokens(), CPU)
+    work = SMALL.prepare(loaded, RandomTokens(), CPU)
     work.run(loaded.module)
     address = work._states[loaded.module].cache.layers[0].keys.data_ptr()
     loaded.module.load_state_dict(other.module.state_dict())
@@ -86,7 +85,7 @@ def test_ready_fills_the_cache_again_after_the_module_was_changed() -> None:
 
 def test_a_module_that_is_gone_takes_its_cache_with_it() -> None:
     loaded = llama()
-    work = SMALL.prepare(loaded, Tokens(), CPU)
+    work = SMALL.prepare(loaded, RandomTokens(), CPU)
     work.run(loaded.module)
     assert len(work._states) == 1
     del loaded
@@ -97,7 +96,7 @@ def test_a_module_that_is_gone_takes_its_cache_with_it() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks_are_compiled_once_and_decode_the_same() -> None:
     loaded = llama()
-    work = SMALL.prepare(loaded, Tokens(), CPU)
+    work = SMALL.prepare(loaded, RandomTokens(), CPU)
     expected = decoded(work, loaded.module)
     for layer in loaded.module.model.layers:
         compile_(layer, CompileOptions(engine="eager", fullgraph=True))
@@ -113,14 +112,14 @@ def test_compiled_blocks_are_compiled_once_and_decode_the_same() -> None:
 def test_operations_by_hand_also_on_meta() -> None:
     # step i has one query over 12 + i + 1 positions
     per_sequence = sum(LAYERS * layer_flops(1, 12 + step + 1) + 2 * WIDTH * VOCABULARY for step in range(8))
-    for loaded, device in ((llama(), CPU), (meta_llama(), torch.device("meta"))):
-        work = SMALL.prepare(loaded, Tokens(), device)
+    for loaded, device in ((llama(), CPU), (llama("meta"), torch.device("meta"))):
+        work = SMALL.prepare(loaded, RandomTokens(), device)
         assert work.flops(loaded.module) == 2 * per_sequence + 8 * rotary_flops(1)
 
 
 def test_bytes_by_hand() -> None:
     loaded = llama()
-    work = SMALL.prepare(loaded, Tokens(), CPU)
+    work = SMALL.prepare(loaded, RandomTokens(), CPU)
     head = WIDTH // HEADS
     weights = LAYERS * layer_weights() + WIDTH + VOCABULARY * WIDTH + 2 * (head // 2) + 2 * WIDTH
     position = 2 * 2 * LAYERS * KV_HEADS * head
@@ -164,7 +163,7 @@ def test_smollm2_decodes_what_transformers_generates() -> None:
     loaded = source.load()
     ids = loaded.tokenizer("The history of the city begins in the second century, when", return_tensors="pt").input_ids
 
-    class Prompt(Tokens):
+    class Prompt(RandomTokens):
         def tokens(self, loaded: Loaded, count: int, seed: int = 0) -> Tensor:
             return ids.flatten()
 
@@ -179,7 +178,7 @@ def test_on_a_device_the_loop_never_waits_and_decodes_the_same(mode: str | None)
     torch._dynamo.reset()
     loaded, device = llama(), torch.device("cuda")
     loaded.module.to(device)
-    work = SMALL.prepare(loaded, Tokens(), device)
+    work = SMALL.prepare(loaded, RandomTokens(), device)
     expected = decoded(work, loaded.module)
     assert torch.equal(expected, generated(loaded.module, work.ids, 9))
     if mode is not None:

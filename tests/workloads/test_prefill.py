@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llamas import HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH, Tokens, layer_flops, layer_weights, llama, meta_llama, rotary_flops
+from llamas import HEADS, LAYERS, POSITIONS, VOCABULARY, WIDTH, layer_flops, layer_weights, llama, rotary_flops
 from torch import nn
 
+from optforge.data.tokens import RandomTokens
 from optforge.models.base import Loaded
 from optforge.workloads.base import Work, Workload
 from optforge.workloads.forward import Forward
@@ -19,32 +20,31 @@ ROTARY = WIDTH // HEADS // 2
 
 def test_protocols() -> None:
     assert isinstance(Prefill(), Workload)
-    assert isinstance(Prefill(prompt_tokens=4).prepare(llama(), Tokens(), CPU), Work)
+    assert isinstance(Prefill(prompt_tokens=4).prepare(llama(), RandomTokens(), CPU), Work)
 
 
 def test_it_gives_the_last_positions_logits_of_the_whole_pass() -> None:
     loaded = llama()
-    work = Prefill(batch_size=3, prompt_tokens=10).prepare(loaded, Tokens(), CPU)
+    work = Prefill(batch_size=3, prompt_tokens=10).prepare(loaded, RandomTokens(), CPU)
     assert (work.unit, work.units, work.calls) == ("tokens", 30, 1)
-    whole = Forward(batch_size=3, sequence=10).prepare(loaded, Tokens(), CPU).run(loaded.module)
+    whole = Forward(batch_size=3, sequence=10).prepare(loaded, RandomTokens(), CPU).run(loaded.module)
     found = work.run(loaded.module)
     assert found.shape == (3, 1, VOCABULARY)
     torch.testing.assert_close(found, whole[:, -1:])
 
 
-@pytest.mark.parametrize("build", [llama, meta_llama])
-def test_operations_by_hand_also_on_meta(build) -> None:
-    loaded = build()
-    device = next(loaded.module.parameters()).device
-    work = Prefill(batch_size=2, prompt_tokens=10).prepare(loaded, Tokens(), device)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_operations_by_hand_also_on_meta(device: str) -> None:
+    loaded = llama(device)
+    work = Prefill(batch_size=2, prompt_tokens=10).prepare(loaded, RandomTokens(), torch.device(device))
     # the head runs on one position of each prompt, attention is counted in full
     assert work.flops(loaded.module) == 2 * (LAYERS * layer_flops(10, 10) + 2 * WIDTH * VOCABULARY) + rotary_flops(10)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bytes_by_hand(tied: bool) -> None:
-    loaded = llama(tied=tied)
-    work = Prefill(batch_size=1, prompt_tokens=10).prepare(loaded, Tokens(), CPU)
+    loaded = llama(tie_word_embeddings=tied)
+    work = Prefill(batch_size=1, prompt_tokens=10).prepare(loaded, RandomTokens(), CPU)
     weights = LAYERS * layer_weights() + WIDTH + VOCABULARY * WIDTH
     rows = 0 if tied else 10 * WIDTH
     assert work.bytes(loaded.module) == 4 * (weights + rows + 2 * ROTARY)
@@ -52,7 +52,7 @@ def test_bytes_by_hand(tied: bool) -> None:
 
 def test_quantized_weights_count_as_they_are_stored() -> None:
     loaded = llama()
-    work = Prefill(prompt_tokens=10).prepare(loaded, Tokens(), CPU)
+    work = Prefill(prompt_tokens=10).prepare(loaded, RandomTokens(), CPU)
     before = work.bytes(loaded.module)
     projection = loaded.module.model.layers[0].mlp.down_proj
     projection.weight = nn.Parameter(torch.zeros(projection.weight.shape, dtype=torch.int8), requires_grad=False)
@@ -62,7 +62,7 @@ def test_quantized_weights_count_as_they_are_stored() -> None:
 
 
 def test_example_runs_on_meta() -> None:
-    loaded = meta_llama()
+    loaded = llama("meta")
     args, kwargs = Prefill().example(loaded, torch.device("meta"))
     assert kwargs["input_ids"].device.type == "meta"
     args, kwargs = Prefill().example(llama(), CPU)
