@@ -18,7 +18,7 @@ from optforge.config.store import quoted
 from optforge.errors import EXIT_LIMIT, EXIT_OK, ConfigError, Problem
 from optforge.spec import Run, SweepOptions
 from optforge.sweep import definition, devices, display, outcome, session, store
-from optforge.sweep.session import Session, SweepStopped, key_of, new_job
+from optforge.sweep.session import Session, SweepStopped, key_of, new_job, of_the_jobs
 from optforge.sweep.store import Definition, Job, Sweep
 
 RESUME, LAUNCHER, SUBDIR = "sweep.resume", "hydra/launcher", "hydra.sweep.subdir"
@@ -127,7 +127,7 @@ def _problems(asked: Asked) -> list[Problem]:
 def _with_stored(arguments: Arguments, cwd: Path) -> Arguments:
     """`-m sweep.resume=DIR` without other overrides means the jobs that the sweep in DIR had."""
     resume = value_of(arguments.overrides, RESUME)
-    if resume is None or any(not key_of(text).startswith(("sweep.", "hydra.")) for text in arguments.overrides):
+    if resume is None or of_the_jobs(arguments.overrides):
         return arguments
     stored = store.read(cwd / Path(resume).expanduser()).definition.overrides
     parsed = config.parse(["-m", *stored], cwd=cwd)
@@ -184,9 +184,7 @@ def _definition(asked: Asked) -> Definition:
 
 def _jobs(asked: Asked) -> list[Job]:
     varied = _varied(asked.arguments)
-    hydras = ("hydra.", "hydra/", "sweep.")
-    all_jobs = [[text for text in overrides if not key_of(text).startswith(hydras)] for overrides, _ in config.jobs_of(asked.arguments)]
-    return [new_job(index, overrides, varied) for index, overrides in enumerate(all_jobs)]
+    return [new_job(index, of_the_jobs(overrides), varied) for index, (overrides, _) in enumerate(config.jobs_of(asked.arguments))]
 
 
 def _resumed(asked: Asked) -> tuple[Path, Sweep]:

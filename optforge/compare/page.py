@@ -21,7 +21,7 @@ from optforge.compare import ranking, table
 from optforge.compare.comparison import MEASURED, Comparison, Row
 from optforge.compare.conditions import UNKNOWN
 from optforge.compare.metrics import Metric, text
-from optforge.compare.settings import ABSENT
+from optforge.compare.settings import ABSENT, FIRST
 from optforge.report import figures, view
 from optforge.spec import Json
 
@@ -176,8 +176,7 @@ def _facet_values(comparison: Comparison, row: Row) -> dict[str, str]:
         "conditions": row.group,
         "verdict": row.report.verdict if row.kind == MEASURED else "predicted",
     }
-    taken = ("recipe.name", "hardware", "model.name", "workload.name")
-    return found | {key: own.get(key, ABSENT) for key in comparison.deciding if key not in taken}
+    return found | {key: own.get(key, ABSENT) for key in comparison.deciding if key not in FIRST}
 
 
 def _facets(comparison: Comparison) -> list[str]:

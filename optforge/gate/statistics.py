@@ -67,8 +67,7 @@ def of_runs(new: Sequence[Figure], base: Sequence[Figure], assumed: float) -> Es
     freedom = len(new) + len(base) - 2 + (ASSUMED_FREEDOM if assumed else 0)
     within = statistics.fmean(figure.error**2 for figure in (*new, *base))
     variance = max((ASSUMED_FREEDOM * assumed**2 + squares) / freedom if freedom else 0.0, within)
-    half = t_quantile(freedom) * math.sqrt(variance * (1 / len(new) + 1 / len(base))) if variance else 0.0
-    return _change(statistics.fmean(groups[0]) - statistics.fmean(groups[1]), half)
+    return _change(statistics.fmean(groups[0]) - statistics.fmean(groups[1]), _half(variance, freedom, len(new), len(base)))
 
 
 def of_values(values: Sequence[float], error: float = 0.0) -> Estimate:
@@ -87,9 +86,14 @@ def difference(new: Sequence[float], base: Sequence[float]) -> Estimate:
     squares = sum((value - mean) ** 2 for group, mean in zip((new, base), values, strict=True) for value in group)
     freedom = len(new) + len(base) - 2
     variance = squares / freedom if freedom else 0.0
-    half = t_quantile(freedom) * math.sqrt(variance * (1 / len(new) + 1 / len(base))) if variance else 0.0
+    half = _half(variance, freedom, len(new), len(base))
     found = values[0] - values[1]
     return Estimate(value=found, low=found - half, high=found + half)
+
+
+def _half(variance: float, freedom: int, first: int, second: int) -> float:
+    """Half the interval of a difference between means over so many runs, with their common variance."""
+    return t_quantile(freedom) * math.sqrt(variance * (1 / first + 1 / second)) if variance else 0.0
 
 
 def _change(log: float, half: float) -> Estimate:

@@ -48,7 +48,7 @@ class Session:
         """The jobs that a sweeper asks for, from number `first` on; a search asks for jobs that nobody knew before."""
         jobs = []
         for index, given in enumerate(overrides, first):
-            own = [text for text in given if not text.lstrip("+").startswith(("sweep.", "hydra."))]
+            own = of_the_jobs(given)
             if index == len(self.sweep.jobs):
                 self.sweep.jobs.append(new_job(index, own, self.varied))
             job = self.sweep.jobs[index]
@@ -82,6 +82,11 @@ def new_job(index: int, overrides: list[str], varied: frozenset[str]) -> Job:
 def key_of(override: str) -> str:
     """The key of an override, without Hydra's signs."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def of_the_jobs(overrides: Sequence[str]) -> list[str]:
+    """Those that say something of a run, and nothing of the sweep or of Hydra."""
+    return [text for text in overrides if not key_of(text).startswith(("sweep.", "hydra.", "hydra/"))]
 
 
 _current: list[Session] = []

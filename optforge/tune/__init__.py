@@ -5,7 +5,8 @@
     candidate   one recipe that is tried: what was foreseen, what was measured, what became of it
     foresee     plans in a process of their own: refusals, predicted times, memory
     judge       figures from reports, limits, Pareto fronts, successive halving; no state
-    sampling    Optuna proposes
+    sampling    Optuna's study
+    proposals   what it proposes, as candidates
     search      the loop: foresee, measure, promote, propose, until the time is up
     final       the finalists and the model as loaded, in the same rounds of one process
     record      tune.json, tune.md, best.yaml

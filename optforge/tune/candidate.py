@@ -96,10 +96,8 @@ class Candidate:
 
     @property
     def figures(self) -> Figures | None:
-        """Of the longest measurement, with the quality of the first, since only that one measures it."""
-        if not self.results:
-            return None
-        return self.results[-1].figures
+        """Of the longest measurement, which carries the quality of the first, since only that one measures it."""
+        return self.results[-1].figures if self.results else None
 
     @property
     def ratio(self) -> Ratio | None:

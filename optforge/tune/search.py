@@ -16,7 +16,7 @@ from optforge import atomic, config, preflight, safe_yaml
 from optforge.spec import Json, Measure, Report
 from optforge.sweep import schedule, store
 from optforge.sweep.definition import finished
-from optforge.sweep.session import Session
+from optforge.sweep.session import Session, key_of
 from optforge.sweep.store import DONE, Job
 from optforge.tune import final, foresee, judge
 from optforge.tune.candidate import (
@@ -27,22 +27,18 @@ from optforge.tune.candidate import (
     MISSED,
     PRUNED,
     REFUSED,
-    SEARCHED,
     WAITING,
     Candidate,
     Figures,
     Result,
 )
 from optforge.tune.options import Limits, TuneOptions
-from optforge.tune.sampling import Sampler
-from optforge.tune.space import Params, Space, build, name_of, params_of, steps_of
+from optforge.tune.proposals import Proposals
+from optforge.tune.space import Space, build, params_of
 
 RUNGS = 2
 """Of successive halving, before the final round: `measure.max_s` divided by eta squared, then by eta."""
-BATCH, ASKS = 5, 64
-"""Proposals that are planned together, and questions to the sampler before its space counts as exhausted."""
 LEAST_ROUNDS = 4
-NAME_LENGTH = 64
 LEAST_JOB_S, LEAST_PLAN_S = 20.0, 120.0
 GOALS = {"latency": "latency", "memory": "memory", "size": "size", "quality": "latency"}
 
@@ -76,8 +72,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
-        self._sampler: Sampler | None = None
-        self._exhausted = self.options.sampler == "none"
+        self._proposals: Proposals | None = None
 
     # --- what others ask -----------------------------------------------------------------------------------------
 
@@ -119,12 +114,13 @@ class Search:
 
     def run(self) -> None:
         """Searches until the time is up, the space is exhausted, or enough was measured; then names the winner."""
-        seen = self._foresee(self.candidates, space_too=not self._exhausted)
+        proposes = self.options.sampler != "none"
+        seen = self._foresee(self.candidates, space_too=proposes)
         self.space = build(seen.declared, [one.steps for one in self.candidates])
         for one in self.candidates:
             one.params = params_of(one.steps, self.space)
-        if not self._exhausted:
-            self._sampler = Sampler(self.space, self.options)
+        if proposes:
+            self._proposals = Proposals(self.space, self.options, self.limits)
         self.changed(self)
         while (work := self._next()) is not None:
             self._measure(*work)
@@ -151,8 +147,8 @@ class Search:
             waiting = [one for one in self.candidates if one.state == WAITING]
             if waiting:
                 return _soonest(waiting), 0
-            if self._exhausted or not self._propose():
-                self.ended = "every recipe of the search was tried" if self._sampler is not None else "every given recipe was measured"
+            if not self._propose():
+                self.ended = "every recipe of the search was tried" if self._proposals is not None else "every given recipe was measured"
                 return None
 
     def _may_measure(self) -> bool:
@@ -201,44 +197,12 @@ class Search:
                 self._say(f"not measured: {one.name}: {why}")
 
     def _propose(self) -> bool:
-        """Asks the sampler for recipes that nobody tried, and plans them; False where it has no new ones."""
-        assert self._sampler is not None
-        fresh: list[Candidate] = []
-        for _ in range(ASKS):
-            if len(fresh) == BATCH:
-                break
-            trial, params = self._sampler.ask()
-            known = next((one for one in [*self.candidates, *fresh] if one.params == params), None)
-            if known is not None:
-                if known.state == MEASURED:  # the same point again: its figures count twice
-                    self._sampler.tell(trial, judge.values(known, self.options.objectives))
-                elif known.state != WAITING:
-                    self._sampler.tell(trial, None)
-            elif not self.space.holds(params) or not steps_of(params):
-                self._sampler.tell(trial, None)
-            else:
-                fresh.append(self._proposed(trial, params))
-        self._exhausted = not fresh
+        """Takes up recipes that nobody tried, and plans them; False where there are no new ones."""
+        fresh = self._proposals.ask(self.candidates) if self._proposals is not None else []
         self.candidates += fresh
         if fresh:
             self._foresee(fresh)
         return bool(fresh)
-
-    def _proposed(self, trial: int, params: Params) -> Candidate:
-        limits, source = self._limits_for(params)
-        name = name_of(params)
-        taken = {one.name for one in self.candidates}
-        short = name if len(name) <= NAME_LENGTH and name not in taken else f"{name[:NAME_LENGTH]}-{trial}"
-        return Candidate(name=short, origin=SEARCHED, steps=steps_of(params), limits=limits, source=source, params=params, trial=trial)
-
-    def _limits_for(self, params: Params) -> tuple[dict[str, float], str]:
-        """The user's limits; else those of the recipes that quantize the same way; else the strictest of all."""
-        if self.limits.quality:
-            return dict(self.limits.quality), "limits.*"
-        written = [one for one in self.candidates if one.origin == HAND_WRITTEN and one.state != REFUSED and one.limits]
-        same = [one for one in written if one.params is not None and one.params.get("quantize") == params.get("quantize")]
-        chosen = same or written
-        return judge.strictest([one.limits for one in chosen]), ", ".join(one.name for one in chosen)
 
     # --- jobs ----------------------------------------------------------------------------------------------------
 
@@ -314,13 +278,8 @@ class Search:
 
     def _told(self, candidate: Candidate) -> None:
         """What became of a candidate, for the sampler."""
-        if self._sampler is None or candidate.params is None:
-            return
-        values = judge.values(candidate, self.options.objectives) if candidate.state == MEASURED else None
-        if candidate.trial is None:
-            self._sampler.add(candidate.params, values)
-        else:
-            self._sampler.tell(candidate.trial, values)
+        if self._proposals is not None:
+            self._proposals.told(candidate)
 
     # --- the final round -----------------------------------------------------------------------------------------
 
@@ -377,7 +336,7 @@ class Search:
         return self.session.folder / "recipes" / f"{candidate.name}.yaml"
 
     def _overrides(self, candidate: Candidate, settings: dict[str, str]) -> list[str]:
-        kept = [word for word in self.base if word.lstrip("+").partition("=")[0] not in settings]
+        kept = [word for word in self.base if key_of(word) not in settings]
         words = [f"recipe={self._path(candidate)}", *kept, *(f"{key}={value}" for key, value in settings.items())]
         return list(config.parse(words, cwd=self.cwd).overrides)
 
