@@ -125,6 +125,33 @@ def test_merged_kernels_are_looked_up_as_such() -> None:
     assert seconds(calibration(fused, single), asked) == pytest.approx(7e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "operator", "measured", "expected"),
+    [
+        # what a compiler wrote is a merged kernel, unless that very operator was measured as a compiler writes it
+        (g.COPY, "aten.clone", ("fused", "aten.clone"), "fused"),
+        (g.COPY, "aten.clone", ("fused", "aten.clone", "fused aten.clone"), "fused aten.clone"),
+        (g.REDUCTION, "aten.mean", ("fused", "aten.mean"), "fused"),
+        # a library's kernel stays the library's, in the compiler's layout where that was measured
+        (g.CONVOLUTION, "aten.convolution", ("fused", "aten.convolution"), "aten.convolution"),
+        (g.CONVOLUTION, "aten.convolution", ("aten.convolution", "fused aten.convolution"), "fused aten.convolution"),
+    ],
+)
+def test_a_single_operator_that_was_compiled_is_looked_up_as_the_compiler_runs_it(
+    kind: str, operator: str, measured: tuple[str, ...], expected: str
+) -> None:
+    sizes = {g.CONVOLUTION: (1, 8, 8, 1, 9, 196)}
+    size = sizes.get(kind, (256, 576))
+    merged = g.REDUCTION if kind == g.REDUCTION else g.POINTWISE
+    kinds = {name: merged if name == "fused" else kind for name in measured}
+    times = {name: 1e-5 * (1 + number) for number, name in enumerate(measured)}
+    found = calibration(*(point(1, 1, 1, times[name], kind=kinds[name], name=name, size=size, bytes=1e6) for name in measured))
+    asked = kernel(1, 1, 1, kind=kind, name=operator, size=size, flops=0.0, bytes=1e6, compiled=True)
+    assert seconds(found, asked) == pytest.approx(times[expected])
+    assert found.estimate(asked, DEVICE).basis == EXACT
+    assert seconds(found, replace(asked, compiled=False)) == pytest.approx(times[operator])
+
+
 def test_a_long_row_is_told_from_many_short_ones() -> None:
     """An argmax over a vocabulary moves as much as a norm over many rows and takes longer."""
     many = point(1, 1, 1, 1e-5, kind=g.REDUCTION, name="r", size=(1024, 128), bytes=262144.0)

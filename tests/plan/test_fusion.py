@@ -234,6 +234,18 @@ def test_reductions_to_other_rows_are_kernels_of_their_own() -> None:
     assert names(hand.compiled("columns")) == ["aten.sum + 1", "aten.sum"]
 
 
+def test_two_caches_are_never_written_by_one_kernel() -> None:
+    """Keys and values are rotated or not, then stored; what is made of both for one store is written for the other."""
+    hand = Hand(x=FULL, cache_keys=FULL, cache_values=FULL)
+    hand.add("aten.neg", g.POINTWISE, "x", "made")
+    hand.add("aten.index_copy_", g.POINTWISE, "made", "cache_keys")
+    hand.add("aten.index_copy_", g.POINTWISE, "made", "cache_values")
+    found = hand.compiled()
+    assert names(found) == ["aten.neg + 1", "aten.index_copy_"]
+    # reads x, writes what it made and the keys; reads what was made, writes the values
+    assert [kernel.bytes for kernel in found] == [3 * FULL, 2 * FULL]
+
+
 # --- against Inductor ---------------------------------------------------------------------------------------------
 
 DATA = RandomTokens()

@@ -72,6 +72,19 @@ def judged(study: Study, goal: str = "throughput", found: tuple[Recorded, ...] =
     return study
 
 
+def test_a_row_of_several_plans_says_what_its_figures_stand_on() -> None:
+    def study(calibration: Source | None) -> Study:
+        made = judged(planned())
+        assert made.speed is not None
+        made.speed = replace(made.speed, calibration=calibration)
+        return made
+
+    own = Source(name="h200", device="NVIDIA H200", exact=True, source="measured on 2026-12-01")
+    table = view.comparison([study(None), study(own), study(replace(own, exact=False))])
+    column = table.head.index("from")
+    assert [row[column] for row in table.rows] == ["the peaks", "this device", "borrowed, h200"]
+
+
 def test_a_gain_carries_its_band_and_its_bound() -> None:
     """By hand: 10 / 5 = 2; 9 / 5.5 = 1.64 and 11 / 4.5 = 2.44; ideals 5 / 2.5 = 2; 10 / 2.5 = 4."""
     said = judged(planned()).verdict
