@@ -66,8 +66,11 @@ class Workload(Protocol):
         """What is wrong with this workload for this model (a skeleton will do)."""
         ...
 
-    def example(self, loaded: Loaded, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of one small forward pass on `device` (meta while planning), for transforms that look at data flow."""
+    def example(self, loaded: Loaded, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Arguments of one small forward pass on `device` (meta while planning), for transforms that look at data flow.
+
+        None where the model brings nothing to be run on, which `check` tells.
+        """
         ...
 
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> Work:

@@ -41,23 +41,25 @@ class Forward:
     def check(self, loaded: Loaded) -> Iterator[Problem]:
         yield from not_positive("workload", batch_size=self.batch_size, sequence=self.sequence)
         if loaded.family == "module" and loaded.example is None:
-            yield Problem(where="workload", what="the model comes with no example to run", fix="give example=(args, kwargs)")
+            fix = "let model.factory return the module and an example; from Python, give example=(args, kwargs)"
+            yield Problem(where="workload", what="the model comes with no example to run", fix=fix)
         if loaded.family == "image_classifier" and loaded.image_shape is None:
             yield Problem(
                 where="workload", what="the model does not say the shape of its images", fix="set image_shape on the loaded model"
             )
 
-    def example(self, loaded: Loaded, device: torch.device) -> Arguments:
-        """Two items: tokens, images of random values in the model's dtype, or the module's own example."""
+    def example(self, loaded: Loaded, device: torch.device) -> Arguments | None:
+        """Two items: tokens, images of random values in the model's dtype, or the module's own example; None where `check` misses it."""
         import torch
 
         if loaded.family == "causal_lm":
             ids = example_ids(loaded, device)
             return (), {"input_ids": ids, **_without_cache(loaded)}
         if loaded.family == "image_classifier":
-            assert loaded.image_shape is not None, "check() refuses a classifier without the shape of its images"
+            if loaded.image_shape is None:
+                return None
             return (torch.rand((2, *loaded.image_shape), dtype=compute_dtype(loaded.module), device=device),), {}
-        return _moved(_own_example(loaded), device)
+        return None if loaded.example is None else _moved(loaded.example, device)
 
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> ForwardWork:
         """The batch on `device`; on the meta device its shapes, without reading data."""
@@ -68,7 +70,8 @@ class Forward:
         if loaded.family == "image_classifier":
             images = self._images(loaded, data, device, seed)
             return ForwardWork(arguments=((images,), {}), dtype=images.dtype, unit="items", units=self.batch_size)
-        arguments = _moved(_own_example(loaded), device)
+        assert loaded.example is not None, "check() refuses a module without an example"
+        arguments = _moved(loaded.example, device)
         tensors = [value for value in (*arguments[0], *arguments[1].values()) if getattr(value, "ndim", 0) > 0]
         return ForwardWork(
             arguments=arguments,
@@ -155,11 +158,6 @@ class ForwardWork:
 def _without_cache(loaded: Loaded) -> dict[str, Any]:
     """The argument that turns a transformers model's KV cache off; a language model of another make has none."""
     return {"use_cache": False} if "use_cache" in inspect.signature(type(loaded.module).forward).parameters else {}
-
-
-def _own_example(loaded: Loaded) -> Arguments:
-    assert loaded.example is not None, "check() refuses a module without an example"
-    return loaded.example
 
 
 def _mapped(arguments: Arguments, change: Any) -> Arguments:

@@ -65,3 +65,8 @@ class Mystery(nn.Module):
 
 def custom() -> Made:
     return Mystery(), torch.ones(8, 64)
+
+
+def alone() -> nn.Module:
+    """A module, and nothing to run it on."""
+    return nn.Linear(64, 64)

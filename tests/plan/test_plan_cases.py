@@ -147,6 +147,13 @@ def test_an_operator_that_nobody_can_count_is_named_and_the_rest_stands(plan: Pl
     assert all(row["partial"] and row["latency_ms"] > 0 for row in found["speed"]["rows"])
 
 
+def test_a_module_without_an_example_is_refused_in_words(plan: Plan, tmp_path: Path) -> None:
+    done = plan(recipe(tmp_path, "weights=quantize/int8_dynamic"), "hardware=h100", *strange("alone"))
+    assert (done.code, done.out, done.wrote) == (2, "", False)
+    (told,) = done.errors
+    assert "the model comes with no example to run" in told and "model.factory" in told
+
+
 def test_unknown_memory_is_asked_for(plan: Plan) -> None:
     done = plan("recipe=llama_int8", "hardware=h100", "hardware.memory_bytes=null", *SMALL)
     assert done.code == 0, done.errors
