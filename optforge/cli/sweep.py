@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from optforge import config, environment, preflight, verdicts
@@ -16,7 +17,7 @@ from optforge.cli.run import value_of
 from optforge.config import Arguments
 from optforge.config.store import quoted
 from optforge.errors import EXIT_LIMIT, EXIT_OK, ConfigError, Problem
-from optforge.spec import Run, SweepOptions
+from optforge.spec import Json, Run, SweepOptions
 from optforge.sweep import definition, devices, display, outcome, session, store
 from optforge.sweep.session import Session, SweepStopped, key_of, new_job, of_the_jobs
 from optforge.sweep.store import Definition, Job, Sweep
@@ -39,6 +40,11 @@ class Asked:
     @property
     def options(self) -> SweepOptions:
         return self.runs[0].sweep
+
+    @cached_property
+    def definitions(self) -> list[dict[str, Json]]:
+        """What makes each job the same job, for resume."""
+        return definition.of_all(self.runs)
 
 
 def sweep_command(arguments: Arguments, settings: Settings, quiet: Sequence[str]) -> int:
@@ -168,7 +174,7 @@ def _new(asked: Asked) -> tuple[Path, Sweep]:
     sweep = Sweep(definition=_definition(asked), jobs=[] if asked.search or not asked.own else _jobs(asked))
     store.write(sweep, folder)
     if not asked.search:
-        definition.write(folder, [definition.of(run) for run in asked.runs])
+        definition.write(folder, asked.definitions)
     return folder.absolute(), sweep
 
 
@@ -195,14 +201,14 @@ def _resumed(asked: Asked) -> tuple[Path, Sweep]:
     """
     folder = preflight.claim((asked.cwd / Path(str(asked.options.resume)).expanduser()).absolute(), RESUME)
     sweep = store.read(folder)
-    definition.require_same(folder, [definition.of(run) for run in asked.runs])
+    definition.require_same(folder, asked.definitions)
     sweep.definition = _definition(asked)
     return folder, sweep
 
 
 def _keep_finished(held: Session, asked: Asked) -> None:
     """Sorts the jobs of an earlier run of this sweep: what still counts is kept, the rest waits again, and why is said."""
-    before, now = definition.read(held.folder), [definition.of(run) for run in asked.runs]
+    before, now = definition.read(held.folder), asked.definitions
     for job in held.sweep.jobs:
         report = definition.finished(held.folder / job.folder)
         why = definition.stale(report, before[job.index], now[job.index])

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optforge import atomic
-from optforge.errors import ConfigError, OutputError, Problem, UserError
+from optforge import preflight
+from optforge.errors import ConfigError, Problem, UserError
 from optforge.report import store
 from optforge.spec import Report
 
@@ -27,11 +27,7 @@ def write(path: Path, reports: Sequence[Report]) -> None:
     """
     runs = [json.loads(store.to_json(_lean(report))) for report in reports]
     text = json.dumps({"schema_version": SCHEMA_VERSION, "kind": KIND, "runs": runs}, indent=1, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(Problem(where=str(path), what=f"cannot be written ({error.strerror})", fix="give another file")) from error
-    atomic.write_bytes(path, text.encode("ascii"))
+    preflight.write_text(path, text)
 
 
 def read(path: Path) -> list[Report]:

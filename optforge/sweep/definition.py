@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from optforge import atomic, environment
@@ -27,8 +28,19 @@ MAX_TOLD = 8
 
 def of(run: Run) -> dict[str, Json]:
     """What decides the outcome of a job, as plain data: its resolved configuration and a digest of the files it names."""
-    resolved = {key: value for key, value in run.resolved.items() if key not in NOT_PART_OF_IT}
-    return {"resolved": _as_json(resolved), "files": {**_files(run.model), **_files(run.data)}}
+    return of_all([run])[0]
+
+
+def of_all(runs: Sequence[Run]) -> list[dict[str, Json]]:
+    """`of` each run; a path that several name is looked through once."""
+    digest = cache(_digest)
+    return [
+        {
+            "resolved": _as_json({key: value for key, value in run.resolved.items() if key not in NOT_PART_OF_IT}),
+            "files": {str(path): digest(path) for part in (run.model, run.data) for path in _paths(part)},
+        }
+        for run in runs
+    ]
 
 
 def write(folder: Path, jobs: Sequence[Mapping[str, Json]]) -> None:
@@ -115,15 +127,16 @@ def _shown(value: Json) -> str:
     return "absent" if value is _NOTHING else json.dumps(value)
 
 
-def _files(part: Part) -> dict[str, str]:
-    """Path -> digest of names, sizes and times of the files below it, for each path that a model or data set names."""
+def _paths(part: Part) -> list[Path]:
+    """The files and folders that a model or data set names, and that are there."""
     from optforge.config.build import PATH_KEYS
 
     named = [Path(value) for key, value in part.options.items() if key in PATH_KEYS and isinstance(value, str)]
-    return {str(path): _digest(path) for path in named if path.is_absolute() and path.exists()}
+    return [path for path in named if path.is_absolute() and path.exists()]
 
 
 def _digest(path: Path) -> str:
+    """Of names, sizes and times of the files below a folder, or of one file."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     facts = [(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

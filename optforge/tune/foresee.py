@@ -27,6 +27,7 @@ class Seen:
     """Empty where it was not asked for."""
     foreseen: list[Foreseen]
     said: list[str]
+    """What took time beside the plans: peaks of a device of which no figures were known."""
 
 
 def look(overrides: Sequence[Sequence[str]], *, cwd: Path, timeout_s: float, space_too: bool = False) -> Seen:

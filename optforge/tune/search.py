@@ -180,6 +180,8 @@ class Search:
             self._write(one)
         overrides = [self._overrides(one, {}) for one in candidates]
         seen = foresee.look(overrides, cwd=self.cwd, timeout_s=max(self.remaining_s, LEAST_PLAN_S), space_too=space_too)
+        for line in seen.said:
+            self._say(line)
         for one, found in zip(candidates, seen.foreseen, strict=True):
             one.foreseen = found
             if found.refused:
