@@ -90,6 +90,14 @@ def test_b107_an_answer_of_50_mb_arrives(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("B107")
+def test_b107_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
+    number = signal.SIGRTMIN + 5
+    with side(tmp_path, f"import os; os.kill(os.getpid(), {number})") as a, pytest.raises(ChildFailed) as caught:
+        a.ready(30)
+    assert caught.value.signal == number and f"was killed by a signal ({number})" in str(caught.value)
+
+
+@pytest.mark.case("B107")
 def test_b107_a_side_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     code = """
         import subprocess, sys, time

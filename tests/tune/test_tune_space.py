@@ -10,6 +10,8 @@ import pytest
 
 from optforge import config, recipe, registry
 from optforge.tune import space
+from optforge.tune.options import Limits, TuneOptions
+from optforge.tune.proposals import Proposals
 from optforge.tune.space import Space
 
 DECLARED: space.Declared = {
@@ -89,7 +91,6 @@ def test_random_points_go_there_and_back() -> None:
 @pytest.mark.parametrize("objectives", [("latency",), ("latency", "memory")])
 def test_samplers_find_the_good_half(sampler: str, objectives: tuple[str, ...]) -> None:
     """Where int4 is twice as fast as everything else, TPE proposes it more often than chance does."""
-    from optforge.tune.options import TuneOptions
     from optforge.tune.sampling import Sampler
 
     built = space.build(DECLARED, [])
@@ -108,3 +109,12 @@ def test_samplers_find_the_good_half(sampler: str, objectives: tuple[str, ...]) 
 
 def test_an_empty_space_holds_one_point() -> None:
     assert Space().points() == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs Optuna")
+def test_proposals_of_one_batch_have_names_of_their_own() -> None:
+    """Both values are spelled alike in a name, and a name is the file of its recipe."""
+    alike = Space(kinds={"k": ["none", "o"]}, fields={"k/o": {"f": ["default", '"a b"', '"a.b"']}})
+    assert space.name_of({"k": "o", "k.f": '"a b"'}) == space.name_of({"k": "o", "k.f": '"a.b"'})
+    found = Proposals(alike, TuneOptions(sampler="random"), Limits()).ask([])
+    assert len(found) == 3 == len({one.name for one in found})
