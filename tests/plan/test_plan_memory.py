@@ -124,6 +124,16 @@ def test_eager_peak_of_decode_and_of_its_prompt() -> None:
     assert without_inputs(graph) == pytest.approx(measured(llama("cpu"), workload, once), rel=0.01)
 
 
+def test_the_fullest_moment_of_decode_may_be_in_the_pass_over_its_prompt() -> None:
+    graph = trace(llama("meta"), Decode(batch_size=4, context=256, new_tokens=4), RandomTokens(), H200)
+    found, at = parts(Stage(name="as loaded", graph=graph), H200)
+    # the gate, what goes up and their product, over all tokens of the prompt
+    assert found["activations"] > 3 * 4 * 256 * 352 * 4 > 4 * Lives(graph).peak().activations
+    assert at.endswith(", over the prompt")
+    _, at = parts(Stage(name="as loaded", graph=replace(graph, prompt=None)), H200)
+    assert "prompt" not in at
+
+
 def test_eager_peak_of_a_training_step() -> None:
     workload = Train(batch_size=4, sequence=256)
     graph = trace(llama("meta"), workload, RandomTokens(), H200)
@@ -187,6 +197,15 @@ def test_values_within_a_merged_kernel_never_exist() -> None:
     assert set(compiled.spans) == {1, 4, 5}
     assert compiled.peak().activations == 3 * 256
     assert set(Lives(graph, compiled=True, regions=("elsewhere",)).spans) == {1, 2, 3, 4, 5}
+
+
+def test_who_calls_a_compiled_module_holds_its_inputs_until_it_returns() -> None:
+    chain = [operator(number, PRODUCT, [number], [number + 1]) for number in range(4)]
+    chain[0] = replace(chain[0], module="before")
+    graph = replace(graph_of(chain, input=(0,)), outputs=(4,))
+    held, own = (Lives(graph, compiled=True, regions=regions).spans[1] for regions in (("m",), ("",)))
+    assert held == [(0, 3)], "the module's input, though its first operator alone reads it"
+    assert own == [(0, 1)], "made within what is compiled, it goes with its last reader"
 
 
 def test_compiled_training_computes_cheap_values_again() -> None:
@@ -262,6 +281,14 @@ def test_workspace_follows_the_library_of_the_target() -> None:
     assert found("a100")["workspace"] == (2 * 4096 + 8 * 16) * 1024
     assert found("mi300x")["workspace"] == (128 + 76) * MIB
     assert "runtime" not in found("mi300x") and not {"runtime", "workspace"} & set(found("tpu_v5e"))
+
+
+def test_what_fsdp_gathers_at_once_comes_on_top_of_the_workspace() -> None:
+    """By hand, in fp32: the root's group (embedding, head, last norm) and two blocks."""
+    graph = trace(llama("meta"), Prefill(prompt_tokens=16), RandomTokens(), H200)
+    block = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128
+    found, _ = parts(Stage(name="as loaded", graph=graph), H200, Mesh(fsdp=4))
+    assert found["workspace"] == 32 * MIB + 4 * (2 * 512 * 128 + 128 + 2 * block)
 
 
 def test_unknown_memory_is_asked_for_and_never_guessed() -> None:

@@ -123,6 +123,33 @@ def test_far_from_the_peaks_no_factor_is_told() -> None:
     assert judged(study).verdict.bound.endswith("at equal efficiency, nowhere near the peaks")
 
 
+@pytest.mark.parametrize("row", [1, 2])
+def test_a_gain_that_leaves_operators_out_says_so(row: int) -> None:
+    study = planned()
+    study.speed.rows[row].partial = True
+    assert judged(study).verdict.sentence.endswith(", against the compiled baseline, without the operators whose work is unknown")
+
+
+@pytest.mark.parametrize("row", [1, 2])
+def test_faster_than_the_roofline_leaves_no_bound_to_tell(row: int) -> None:
+    study = planned()
+    study.speed.rows[row].ideal_ms = 2 * study.speed.rows[row].latency_ms
+    said = judged(study).verdict
+    assert said.bound == "memory bound; caches serve part of what the roofline takes from memory"
+    assert (said.at_most, said.at_equal_efficiency) == (None, None)
+
+
+def test_what_changes_the_numbers_is_the_quantize_steps_else_the_last_cast() -> None:
+    study = planned()
+    casts = [StepPlan(name=use, use=use, requested=use, phase="precision") for use in ("precision/fp16", "precision/bf16")]
+    study.steps = [*casts, *study.steps]
+    assert verdict.changing(study) == ["quantize/fp8_dynamic"]
+    study.steps = casts
+    assert verdict.changing(study) == ["precision/bf16"]
+    study.steps = []
+    assert verdict.changing(study) == []
+
+
 def test_a_model_that_fits_only_after_the_recipe_has_no_baseline_and_the_plan_says_so() -> None:
     found = fit(60.0, 80.0)
     found.rows[0].fits = False  # 120 of 80
@@ -215,6 +242,13 @@ def test_a_better_alternative_to_a_downgrade_is_a_command() -> None:
     said = judged(planned(downgrades=[downgrade])).verdict
     assert said.instead == f"{said.command} steps.weights.use=quantize/int8_dynamic"
     assert said.downgrade == "weights: a100 has no fp8; best instead: quantize/int8_dynamic (1.50 times, predicted)"
+
+
+@pytest.mark.parametrize("own", [1.09, None])
+def test_an_alternative_that_is_hardly_better_is_no_command(own: float | None) -> None:
+    ranked = [{"use": "quantize/int8_dynamic", "predicted_speedup": 1.1}, {"use": "quantize/fp8_weight", "predicted_speedup": own}]
+    downgrade = Downgrade(step="weights", requested="quantize/fp8_dynamic", runs_as="quantize/fp8_weight", reason="r", alternatives=ranked)
+    assert judged(planned(downgrades=[downgrade])).verdict.instead == ""
 
 
 @pytest.mark.parametrize(
