@@ -135,6 +135,25 @@ def test_a_cycle_through_two_kernels_is_seen() -> None:
     assert len(hand.compiled("out")) == 5
 
 
+def test_a_cycle_through_a_kernel_that_grew_later_is_seen() -> None:
+    """`b` joins `a` and brings the first product before it, and so before the second product, which reads `a`."""
+    hand = Hand(x=FULL, y=FULL, weight=99)
+    hand.add("aten.neg", g.POINTWISE, "x", "r")
+    hand.product("r weight", "first")
+    hand.add("aten.exp", g.POINTWISE, "y", "a")
+    hand.product("a weight", "second")
+    hand.add("aten.add", g.POINTWISE, "y first", "b")
+    hand.add("aten.mul", g.POINTWISE, "r second", "out")
+    assert sorted(names(hand.compiled("out", "b"))) == ["aten.exp + 1", "aten.mm", "aten.mm", "aten.mul", "aten.neg"]
+
+
+def test_nested_regions_are_told_apart_by_the_innermost() -> None:
+    hand = Hand(x=FULL)
+    for number, module in enumerate(("layers.0.mlp", "layers.0.mlp.act", "layers.0", "layers.0.norm")):
+        hand.add("aten.neg", g.POINTWISE, "x" if not number else f"v{number - 1}", f"v{number}", module=module)
+    assert [kernel.operators for kernel in hand.compiled("v3", regions=("layers.0", "layers.0.mlp"))] == [2, 2]
+
+
 def test_regions_keep_apart_and_what_lies_in_none_runs_by_itself() -> None:
     hand = Hand(x=FULL)
     for number, module in enumerate(("embed", "embed", "layers.0", "layers.0.norm", "layers.1", "layers.10", "head")):
@@ -196,6 +215,14 @@ def test_a_larger_value_that_two_smaller_loops_read_in_parts_is_never_written() 
     assert found.bytes == 2 * FULL + FULL
 
 
+def test_a_larger_value_that_more_than_two_loops_read_in_parts_is_written() -> None:
+    hand = Hand(sums=3 * FULL)
+    hand.add("aten.mul", g.POINTWISE, "sums", "scaled", (ROWS, 3 * WIDTH))
+    for part in ("a", "b", "c"):
+        hand.add("aten.silu", g.POINTWISE, "scaled", part, touched=FULL)
+    assert names(hand.compiled("a", "b", "c"))[0] == "aten.mul"
+
+
 def test_what_spreads_a_row_over_a_matrix_is_done_where_it_is_read() -> None:
     """The offsets of rounded rows are known before the product; the matrix that they are spread over is wanted after it."""
     hand = Hand(x=FULL, weight=99, weight_sum=2 * WIDTH)
@@ -218,12 +245,37 @@ def test_sibling_modules_that_round_one_input_do_it_once_when_compiled() -> None
     assert Counter(names(kernels(hand.graph, compiled=False)))["aten.round"] == 3
 
 
+def test_sibling_modules_that_add_to_one_value_each_do_so() -> None:
+    hand = Hand(x=FULL, total=FULL)
+    for module in ("attn.q", "attn.k"):
+        hand.add("aten.add_", g.POINTWISE, "total x", "total", module=module)
+    assert sum(kernel.operators for kernel in hand.compiled("total")) == 2
+
+
+def test_a_merged_kernel_that_rounds_is_of_the_narrow_dtype() -> None:
+    hand = Hand(x=FULL)
+    hand.add("aten.round", g.POINTWISE, "x", "rounded", out=FULL // 2)
+    hand.add("aten.mul", g.POINTWISE, "rounded x", "out")
+    hand.graph.operators[0] = replace(hand.graph.operators[0], dtype="int8")
+    (found,) = hand.compiled("out", "rounded")
+    assert (found.operators, found.dtype) == (2, "int8")
+
+
 def test_what_follows_a_reduction_of_the_whole_tensor_is_another_kernel() -> None:
     many = 1 << 16
     hand = Hand(x=2 * many)
     hand.add("aten.amax", g.REDUCTION, "x", "largest", (many,), out=2)
     hand.add("aten.div", g.POINTWISE, "x largest", "out", (many,))
     assert names(hand.compiled("out")) == ["aten.amax", "aten.div"]
+
+
+def test_what_follows_a_long_row_is_another_kernel_also_where_the_reduction_was_merged() -> None:
+    many = 1 << 16
+    hand = Hand(x=2 * many)
+    hand.add("aten.abs", g.POINTWISE, "x", "size", (many,))
+    hand.add("aten.amax", g.REDUCTION, "size", "largest", (many,), out=2)
+    hand.add("aten.div", g.POINTWISE, "x largest", "out", (many,))
+    assert names(hand.compiled("out")) == ["aten.abs + 1", "aten.div"]
 
 
 def test_reductions_to_other_rows_are_kernels_of_their_own() -> None:
