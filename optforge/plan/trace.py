@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._pytree import tree_leaves
 
 from optforge.data.base import DataSource
 from optforge.kernels import dispatch
@@ -28,6 +27,7 @@ from optforge.measure.machine.point import BACKWARD_PRODUCTS
 from optforge.models.base import Loaded
 from optforge.plan import graph as g
 from optforge.plan import memo
+from optforge.plan.constants import Constants
 from optforge.plan.kinds import Described, access, describe, dtype_name
 from optforge.plan.training import with_update
 from optforge.spec import Hardware
@@ -40,9 +40,6 @@ NO_FAKE = "no fake impl registered"
 """In PyTorch's words about an operator that says nothing of its outputs."""
 DEPENDS = "has an output whose size depends on values"
 """Of PyTorch's own operators, which have fakes: a mask as an index, `nonzero`."""
-
-CONSTANT_ELEMENTS = 2**22
-"""Largest tensor of whole numbers that is computed for real."""
 
 
 def trace(loaded: Loaded, workload: Workload, data: DataSource, hardware: Hardware) -> g.Graph:
@@ -97,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
         self.path = g.OUTSIDE
         self._module = module
         self._living: dict[int, tuple[int, Any]] = {}  # address of a storage -> its key, and what tells when it dies
-        self._constants = _Constants()
+        self._constants = Constants()
         for name, parameter in module.named_parameters():
             self.value(parameter, "parameter", name)
         for name, buffer in module.named_buffers():
@@ -231,48 +228,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch 
             )
         )
         return out
-
-
-class _Constants:
-    """The contents of small integer and boolean tensors that follow from sizes alone."""
-
-    def __init__(self) -> None:
-        self._content = WeakTensorKeyDictionary()
-
-    def computed(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[bool, Any]:
-        """Whether the operator's result follows from what is known, and the result, on the CPU."""
-        if any(tensor not in self._content for tensor in inputs):
-            return False, None
-        made = torch.device(kwargs.get("device") or "cpu")
-        if not inputs and (func.namespace != "aten" or made.type != "meta" or not _whole(args, kwargs)):
-            return False, None
-
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
-                return torch.device("cpu")
-            return self._content[leaf] if isinstance(leaf, Tensor) else leaf
-
-        return True, func(*tree_map(real, args), **tree_map(real, kwargs))
-
-    def keep(self, outputs: list[Tensor], found: Any) -> None:
-        """Remembers the result, where it is whole numbers and small; other tensors are known no more."""
-        contents = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        for tensor, content in zip(outputs, contents, strict=True):
-            if not content.is_floating_point() and content.numel() <= CONSTANT_ELEMENTS:
-                self._content[tensor] = content
-
-
-def _whole(args: Any, kwargs: Any) -> bool:
-    """Whether a tensor made from these arguments is small and of whole numbers: sizes and bounds are ints, the dtype is none of
-    the floating ones. Without a dtype PyTorch decides by the arguments."""
-    dtype = kwargs.get("dtype")
-    numbers = [leaf for leaf in tree_leaves(args) if isinstance(leaf, (int, float))]
-    if (dtype is not None and dtype.is_floating_point) or (dtype is None and any(isinstance(leaf, float) for leaf in numbers)):
-        return False
-    count = 1
-    for number in numbers:
-        count *= max(1, abs(int(number)))
-    return count <= CONSTANT_ELEMENTS
 
 
 class _Attention(TorchFunctionMode):
