@@ -80,6 +80,13 @@ def test_a_nearer_point_counts_by_the_square_of_its_nearness() -> None:
     assert math.log(found.efficiency(kernel(32, 512, 512), DEVICE)) == pytest.approx((near + far / 4) / 1.25)
 
 
+def test_a_fifth_point_has_no_say() -> None:
+    near = [point(m, 512, 512, 1e-4 * (1 + number)) for number, m in enumerate((8, 16, 64, 128))]
+    asked = kernel(32, 512, 512)
+    alone = calibration(*near).efficiency(asked, DEVICE)
+    assert calibration(*near, point(1, 512, 512, 1.0)).efficiency(asked, DEVICE) == pytest.approx(alone)
+
+
 def test_more_rows_never_take_less_time_where_the_points_do_not() -> None:
     found = calibration(*(point(m, 576, 576, 2e-5 + m * 1e-6) for m in (1, 4, 16, 64, 256, 1024)))
     times = [seconds(found, kernel(m, 576, 576)) for m in (1, 2, 4, 8, 16, 48, 64, 128, 256, 512, 1024, 2048, 8192)]
@@ -275,6 +282,27 @@ def test_the_nearest_device_of_the_family_lends_its_shares(tmp_path: Path, monke
     assert found is not None and found.name == "h200" and not found.exact
     own = calibration_for(config.hardware("h200"))
     assert own is not None and own.exact
+
+
+def test_another_architecture_is_further_than_any_bandwidth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 has nearly the bandwidth of an L4; an RTX 4090, with three times as much, has its architecture."""
+    monkeypatch.setenv("OPTFORGE_CACHE", str(tmp_path))
+    lent = [calibration(point(1, 576, 576, 4e-5), hardware=config.hardware(name), name=name) for name in ("t4", "rtx4090")]
+    monkeypatch.setattr("optforge.plan.calibration.shipped", lambda: lent)
+    found = calibration_for(config.hardware("l4"))
+    assert found is not None and found.name == "rtx4090"
+
+
+@pytest.mark.parametrize("points", [(point(8, 64, 64, 2e-5),), ()], ids=["points", "overheads alone"])
+def test_what_the_user_measured_goes_before_what_ships(points: tuple[Point, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = config.hardware("h200")
+    ships = calibration(point(1, 576, 576, 4e-5), hardware=h200, name="ships", device="another")
+    own = calibration(*points, hardware=h200, name="own", overheads=replace(OVERHEADS, call=1e-3))
+    monkeypatch.setattr("optforge.plan.calibration.shipped", lambda: [ships])
+    monkeypatch.setattr("optforge.plan.calibration.measured.calibration_of", lambda hardware: own)
+    found = calibration_for(config.hardware("h100"))
+    assert found is not None and found.overheads.call == 1e-3
+    assert (found.name, found.exact) == (("own", True) if points else ("ships", False))
 
 
 def test_a_file_holds_the_points_of_a_whole_accelerator(tmp_path: Path) -> None:
