@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,11 +29,16 @@ from optforge.report import store
 from optforge.report.figures import milliseconds, named
 from optforge.spec import Json, Report
 
+T = TypeVar("T")
+
 PREPARE_S, SAMPLE_S = 7200.0, 600.0
 """Seconds after which a side that says nothing counts as hung."""
 PAIRS = 5
 LEAST_PAIRS = 3
 """Fewer processes say nothing of how much they differ."""
+MOST = 2
+"""How many times as many pairs are run while a limit is undecided."""
+LEAST_ROUNDS = 8
 SAME = ("workload", "data")
 """Conditions that must be alike on both sides; to find out about any other is what the mode is for."""
 RESULT = "gate.json"
@@ -70,17 +76,34 @@ class Pair:
 
 
 def measure(a: Version, b: Version, rules: Rules, *, pairs: int, folder: Path, tell: Callable[[str], object]) -> list[Pair]:
-    """Runs `pairs` pairs, each in a folder of its own below `folder`; the side that starts first takes turns.
+    """Runs `pairs` pairs, each in a folder of its own below `folder`, and up to MOST times as many while a limit is undecided.
+
+    The side that starts first takes turns.
 
     Raises:
         UserError: a side refuses its run; says which side.
         ChildFailed, OutOfMemory: a side has crashed, ended, hung, or ran out of memory.
     """
-    found = []
-    for index in range(pairs):
-        tell(f"pair {index + 1} of {pairs}")
-        found.append(_pair((a, b) if index % 2 == 0 else (b, a), rules, folder / f"pair_{index + 1}", tell, quality=index == 0))
+
+    def run(index: int) -> Pair:
+        beyond = "" if index < pairs else ", since a limit is undecided"
+        tell(f"pair {index + 1} of {pairs if index < pairs else MOST * pairs}{beyond}")
+        return _pair((a, b) if index % 2 == 0 else (b, a), rules, folder / f"pair_{index + 1}", tell, quality=index == 0)
+
+    return until_decided(run, pairs, lambda found: not _undecided(gate(found, rules)))
+
+
+def until_decided(run: Callable[[int], T], pairs: int, decided: Callable[[list[T]], bool]) -> list[T]:
+    """What `run` gives for each index below `pairs`, and for up to MOST times as many until `decided`."""
+    found = [run(index) for index in range(pairs)]
+    while len(found) < MOST * pairs and not decided(found):
+        found.append(run(len(found)))
     return found
+
+
+def _undecided(judgement: Judgement) -> bool:
+    """Whether more pairs could tell: a limit is undecided, and none is missed."""
+    return not judgement.failed and any(finding.verdict == judge.UNDECIDED for finding in judgement.findings)
 
 
 def _pair(versions: tuple[Version, Version], rules: Rules, folder: Path, tell: Callable[[str], object], *, quality: bool) -> Pair:
@@ -92,9 +115,9 @@ def _pair(versions: tuple[Version, Version], rules: Rules, folder: Path, tell: C
             watch = contention.CpuWatch()
             samples = interleave.alternate(
                 [(one, "candidate"), (two, "candidate")],
-                least=max(8, int(told["min_rounds"])),
+                least=max(LEAST_ROUNDS, int(told["min_rounds"])),
                 max_s=float(told["max_s"]),
-                enough=lambda found: _steady(found, float(told["steady"])),
+                enough=lambda found: steady(found, float(told["steady"])),
                 timeout_s=SAMPLE_S,
             )
             load = watch.read()
@@ -121,7 +144,8 @@ def _started(version: Version, rules: Rules, folder: Path, quality: bool) -> Sid
     return Side(version.name.upper(), command, cwd=version.cwd, log=own / "side.log")
 
 
-def _steady(samples: Sequence[Sequence[float]], within: float) -> bool:
+def steady(samples: Sequence[Sequence[float]], within: float) -> bool:
+    """Whether half the 95% interval of the rounds' median ratio is within a fraction of it."""
     ratios = [b / a for a, b in zip(*samples, strict=True)]
     ends = metrics.interval(ratios)
     return ends is not None and (ends[1] - ends[0]) / 2 <= within * stats.median(ratios)
