@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from optforge.compare import conditions
 from optforge.errors import ConfigError, Problem, UserError, near
@@ -14,6 +15,8 @@ from optforge.gate.limits import ABSOLUTE, DIFFERENCE, Limit, Rules
 from optforge.gate.statistics import Figure
 from optforge.report.figures import named
 from optforge.spec import Report
+
+T = TypeVar("T")
 
 MAY_CHANGE = ("versions", "device software", "measure", conditions.CONTENDED, conditions.EVALUATED)
 """Conditions whose change is often what a gate is there to judge; they are noted. Any other makes two experiments."""
@@ -33,8 +36,27 @@ def gate(new: Sequence[Report], base: Sequence[Report], rules: Rules, *, strict:
     check(new, "run", require_target=rules.require_target)
     check(base, "baseline", require_target=rules.require_target)
     notes = _alike(new, base)
-    findings = [*(hold(limit, new, base, rules, notes) for limit in require(rules.limits, new, base)), *own_limits(new)]
+    findings = own_limits(new)
+    new, base = _undisturbed("run", new, notes), _undisturbed("baseline", base, notes)
+    findings = [*(hold(limit, new, base, rules, notes) for limit in require(rules.limits, new, base)), *findings]
     return Judgement(title=title, findings=findings, notes=list(dict.fromkeys(notes)), strict=strict, facts=_facts(new, base))
+
+
+def undisturbed(runs: Sequence[T], contended: Callable[[T], bool]) -> Sequence[T]:
+    """The runs that had the device to themselves; all of them, where none had."""
+    return [run for run in runs if not contended(run)] or runs
+
+
+def _undisturbed(what: str, reports: Sequence[Report], notes: list[str]) -> Sequence[Report]:
+    """As `undisturbed`; what is left out is noted."""
+    kept = undisturbed(reports, _contended)
+    if len(kept) < len(reports):
+        notes.append(f"{len(reports) - len(kept)} of {len(reports)} {what}s are left out: something else used the device during them")
+    return kept
+
+
+def _contended(report: Report) -> bool:
+    return bool(report.environment.get(conditions.CONTENDED))
 
 
 def check(reports: Sequence[Report], what: str, *, require_target: bool) -> None:
@@ -94,7 +116,7 @@ def hold(limit: Limit, new: Sequence[Report], base: Sequence[Report], rules: Rul
     if limit.path in figures.TIMES:
         told, against = _ratios(limit, new, base, notes)
         detail = f"{against}{detail}"
-    contended = any(report.environment.get(conditions.CONTENDED) for report in (*new, *base))
+    contended = any(map(_contended, (*new, *base)))
     return judge.hold(limit, estimates.of_runs(told[0], told[1], assumed(limit.path, rules, contended=contended)), detail)
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 SHARED = 0.1
-"""Share of the cores' time from which a CPU counts as shared. A quiet machine's own services stay below 3%."""
+"""Share of the cores' time from which a CPU counts as shared. With nothing else running it was above 3% in 2 of 120
+intervals of ten seconds (benchmarks/results/cpu/2026-11-30_gate_noise.jsonl)."""
 _IDLE = (3, 4)
 """Columns idle and iowait of /proc/stat."""
 _STEAL = 7
