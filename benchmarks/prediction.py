@@ -38,6 +38,7 @@ from torch import nn
 from optforge import config, environment, registry
 from optforge.atomic import write_bytes
 from optforge.backends.base import Candidate
+from optforge.calibrate.samples import Samples
 from optforge.cli.hardware import teller
 from optforge.errors import OptForgeError
 from optforge.measure.size import nbytes, tensors, weight_bytes
@@ -103,7 +104,7 @@ class Bench:
         module = loaded.module
         if row == "recipe":
             example = workload.example(loaded, self.device)
-            rows = Rows(plan, loaded.module, work, example, self.options, on_device=True)
+            rows = Rows(plan, loaded.module, work, example, self.options, on_device=True, samples=Samples.of(plan.run, loaded))
             module, _ = rows.fresh(plan.rewrites)
             rows.compile(module)
         cuda = self.device.type == "cuda"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from optforge import artifact, config, engine, preflight
+from optforge.calibrate.samples import Samples
 from optforge.errors import ConfigError, OutOfMemory, OutputError, Problem
 from optforge.measure.mode import evaluating
 from optforge.models.base import as_example
@@ -101,6 +102,7 @@ def apply(
                 uses_cache=workload.uses_cache,
                 seed=run.seed,
                 example=workload.example(source.live(), device),
+                samples=Samples.of(run, source.live()),
             )
             receipts[planned.name] = planned.step.transform.apply(model, ctx)
     for module in model.modules():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from optforge import artifact, preflight, verdicts
+from optforge.calibrate.samples import Samples
 from optforge.errors import OutputError, Problem
 from optforge.measure import compiles, memory, quality
 from optforge.measure.size import weight_bytes
@@ -72,7 +73,8 @@ class Execution:
         work = workload.prepare(loaded, self.spec.data.source, device, self.spec.seed)
         self.options = self._budgeted()
         example = workload.example(loaded, device if self.fits else torch.device("cpu"))
-        self.rows = Rows(self.plan, baseline, work, example, self.options, on_device=self.fits)
+        samples = Samples.of(self.spec, loaded)
+        self.rows = Rows(self.plan, baseline, work, example, self.options, on_device=self.fits, samples=samples, tell=self._tell())
         self.report.workload = {**self.report.workload, "unit": work.unit, "units": work.units}
         return loaded
 

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from optforge.backends.base import Candidate
+from optforge.calibrate.samples import Samples
 from optforge.errors import PlanError, StepError
 from optforge.measure import compare
 from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.measure.utilization import mbu, mfu
+from optforge.models.base import Tell
 from optforge.plan.make import Plan, PlannedStep, nothing_changed
 from optforge.share import alias
 from optforge.spec import Measure, Measurement
@@ -39,9 +41,20 @@ class Applied:
 class Rows:
     """Builds rows over one baseline on one device and measures them on one prepared workload."""
 
-    def __init__(self, plan: Plan, baseline: nn.Module, work: Work, example: Any, options: Measure, *, on_device: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        baseline: nn.Module,
+        work: Work,
+        example: Any,
+        options: Measure,
+        *,
+        on_device: bool,
+        samples: Samples,
+        tell: Tell | None = None,
+    ) -> None:
         self.plan, self.baseline, self.work, self.example, self.options = plan, baseline, work, example, options
-        self.on_device = on_device
+        self.on_device, self.samples, self.tell = on_device, samples, tell
         self.flops = work.flops(baseline)
 
     def context(self, step: str) -> Context:
@@ -55,6 +68,8 @@ class Rows:
             uses_cache=run.workload.source.uses_cache,
             seed=run.seed,
             example=self.example,
+            samples=self.samples,
+            tell=self.tell,
         )
 
     def fresh(self, steps: Sequence[PlannedStep] = ()) -> tuple[nn.Module, list[Applied]]:

@@ -161,6 +161,17 @@ class Quality:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationData:
+    """What steps that need data run the model on; how many samples and how long is each step's own."""
+
+    factory: str | None = None
+    """`package.module:callable` called as factory(1), yields a sample at a time; None takes the run's data, after the part that
+    quality is measured on."""
+    max_bad_fraction: float = 0.0
+    """Share of the samples that may hold NaN or Inf; those are left out, and more of them is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that one run is: the composed, checked configuration."""
 
@@ -170,6 +181,7 @@ class Run:
     workload: Part
     hardware: Hardware
     quality: Quality = Quality()
+    calibration: CalibrationData = CalibrationData()
     measure: Measure = Measure()
     sweep: SweepOptions = SweepOptions()
     save: bool = False

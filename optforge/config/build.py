@@ -63,7 +63,7 @@ class SweepOptions(spec.SweepOptions):
 
 
 SETTINGS = tuple(Settings.__dataclass_fields__)
-TOP = (*SECTIONS, "quality", "measure", "sweep", *SETTINGS)
+TOP = (*SECTIONS, "quality", "calibration", "measure", "sweep", *SETTINGS)
 """Every key that a run may have."""
 
 
@@ -81,6 +81,7 @@ def run(tree: Mapping[str, Json], sources: Sources, *, cwd: Path, command: str =
     built["hardware"] = schema.collected(problems, _hardware, tree.get("hardware"), sources)
     built["recipe"] = schema.collected(problems, _recipe, tree.get("recipe"), sources, cwd, origins)
     built["quality"] = _section(spec.Quality, "quality", tree, sources, problems)
+    built["calibration"] = _section(spec.CalibrationData, "calibration", tree, sources, problems)
     built["measure"] = _section(Measure, "measure", tree, sources, problems)
     sweep = _section(SweepOptions, "sweep", tree, sources, problems)
     settings = schema.build(
@@ -259,7 +260,7 @@ def _resolved(built: Mapping[str, Any], settings: Settings) -> dict[str, Json]:
     }
     for group in ("model", "data", "workload"):
         tree[group] = {"name": built[group].name, "kind": built[group].kind, **built[group].options}
-    for group in ("hardware", "quality", "measure"):
+    for group in ("hardware", "quality", "calibration", "measure"):
         tree[group] = schema.plain_fields(built[group])
     return tree | schema.plain_fields(settings)
 

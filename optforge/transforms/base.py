@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from optforge.backends.base import Backend
+    from optforge.calibrate.samples import Samples
+    from optforge.models.base import Tell
 
 
 Search = Mapping[str, Mapping[str, Sequence[Json]]]
@@ -59,7 +61,10 @@ class Context:
     seed: int = 0
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """Arguments of one small forward pass, on the model's device (meta while planning)."""
-    skipped_before: tuple[str, ...] = ()
+    samples: Samples | None = None
+    """What a step may calibrate on; None while planning, and where there is no data (an artifact is loaded)."""
+    tell: Tell | None = None
+    """Is told the title of what takes long within a step, and the fraction of it that is done."""
 
     @property
     def planning(self) -> bool:

@@ -125,6 +125,7 @@ def measure(folder: Path) -> None:
 
 def _timed(plans: list[Any], names: list[str], progress: Any) -> dict[str, Json]:
     from optforge.backends.base import Candidate
+    from optforge.calibrate.samples import Samples
     from optforge.measure import compiles
     from optforge.rows import Rows, verify
 
@@ -141,7 +142,7 @@ def _timed(plans: list[Any], names: list[str], progress: Any) -> dict[str, Json]
         compile_s: dict[str, float | None] = {}
         for name, plan in zip(names, plans, strict=True):
             with progress.stage(f"build and compile {name}"):
-                maker = Rows(plan, baseline, work, example, run.measure, on_device=True)
+                maker = Rows(plan, baseline, work, example, run.measure, on_device=True, samples=Samples.of(run, loaded))
                 module, applied = maker.fresh(plan.rewrites)
                 verify(module, applied)
                 maker.compile(module)
