@@ -10,7 +10,7 @@ the model is cast to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -165,7 +165,9 @@ LINEARS: dict[str, type[QuantizedLinear]] = {
 """Scheme name -> the class of its layers."""
 
 
-def quantize_(module: nn.Module, weight: Tensor, scheme: Scheme, fmt: Fp8Format = OCP, *, step: str) -> QuantizedLinear:
+def quantize_(
+    module: nn.Module, weight: Tensor, scheme: Scheme, fmt: Fp8Format = OCP, *, step: str, stored: Mapping[str, Tensor | None] | None = None
+) -> QuantizedLinear:
     """Turns `module` into a quantized linear in place and hands it back; on meta it does so to the structure alone.
 
     Args:
@@ -174,10 +176,12 @@ def quantize_(module: nn.Module, weight: Tensor, scheme: Scheme, fmt: Fp8Format 
         scheme: one of `LINEARS` by name, with its granularity and group size.
         fmt: the 8-bit float of the target.
         step: the step's name, remembered for whoever quantizes it again.
+        stored: the parameters by name, where something else than rounding to nearest has decided them; `weight` then gives its
+            shape alone.
     """
     outputs, columns = weight.shape
     with torch.no_grad():
-        stored = _store(weight.detach().contiguous(), scheme, fmt)
+        stored = _store(weight.detach().contiguous(), scheme, fmt) if stored is None else stored
     bias = module._parameters.get("bias")
     module.__class__ = LINEARS[scheme.name]
     assert isinstance(module, QuantizedLinear)

@@ -14,9 +14,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from optforge.errors import Problem
-from optforge.measure.utilization import has_units
+from optforge.schemes import ENTRIES, LACKING, SCHEMES, runs, units
 from optforge.spec import Hardware, Scheme
 from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search
+from optforge.transforms.quantize import algorithms
+from optforge.transforms.quantize.algorithms import Algorithm, Uncalibrated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,39 +27,23 @@ DEFAULT_TARGETS = ("Linear", "Conv1D")
 GROUP_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """What the int4 kernels take (`kernels.int4_weight.GROUP_SIZES`; a test holds them equal)."""
 
-SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme(name="int8_weight", weight_dtype="int8", weight_bits=8, granularity="channel"),
-        Scheme(
-            name="int8_dynamic",
-            weight_dtype="int8",
-            weight_bits=8,
-            granularity="channel",
-            activation_dtype="int8",
-            activation_granularity="row",
-        ),
-        Scheme(name="int4_weight", weight_dtype="int4", weight_bits=4, granularity="group", group_size=64, symmetric=False),
-        Scheme(name="fp8_weight", weight_dtype="fp8", weight_bits=8, granularity="channel"),
-        Scheme(
-            name="fp8_dynamic",
-            weight_dtype="fp8",
-            weight_bits=8,
-            granularity="channel",
-            activation_dtype="fp8",
-            activation_granularity="row",
-        ),
-    )
-}
-"""Scheme name -> what `quantize/<name>` means with the defaults of its option file."""
-
 
 class SchemeName(Enum):
     int8_weight = "int8_weight"
     int8_dynamic = "int8_dynamic"
+    int8_static = "int8_static"
     int4_weight = "int4_weight"
     fp8_weight = "fp8_weight"
     fp8_dynamic = "fp8_dynamic"
+    fp8_static = "fp8_static"
+    fp8_block_weight = "fp8_block_weight"
+    fp8_block = "fp8_block"
+    mxfp8_weight = "mxfp8_weight"
+    mxfp8 = "mxfp8"
+    mxfp4_weight = "mxfp4_weight"
+    mxfp4 = "mxfp4"
+    nvfp4_weight = "nvfp4_weight"
+    nvfp4 = "nvfp4"
 
 
 class Activation(Enum):
@@ -112,6 +98,24 @@ class Quantize:
     pad: the last group of a row is shorter."""
     strict: bool = False
     """A weight that is targeted, or kept as 3-D experts, and stays unquantized is an error."""
+    algorithm: Algorithm = Algorithm.rtn
+    """Who decides the stored values. rtn: round to nearest; gptq: later columns make up for the errors of earlier ones; awq: inputs
+    that matter get finer steps, by scales folded into what comes before, and ranges are cut; hqq: int4, without data, a robust
+    fit of scales and zero points."""
+    smooth: float | None = None
+    """Schemes that round activations: SmoothQuant's alpha, how much of the inputs' range is moved into the weights; null is none."""
+    samples: int = 128
+    """gptq, awq, smooth: samples to calibrate on, apart from those that quality is measured on."""
+    sample_tokens: int = 512
+    """Of a language model: tokens of each sample."""
+    damping: float = 0.01
+    """gptq: share of the mean diagonal that is added to the second moments of the inputs; raised where they are singular."""
+    act_order: bool = True
+    """gptq: the columns with the largest inputs are rounded first."""
+    clip: bool = True
+    """gptq, awq: each range is cut where that lessens the error."""
+    uncalibrated: Uncalibrated = Uncalibrated.keep
+    """A layer that no sample reaches. keep: left as it is, and named; error: refused."""
 
     def check(self, ctx: Context) -> Iterator[Problem]:
         """Fields that contradict the scheme, and group sizes that no kernel takes."""
@@ -129,18 +133,20 @@ class Quantize:
             yield Problem(where=where, what=f"symmetric: false does not apply to {name}", fix="take it out, or use quantize/int4_weight")
         if self.activation is Activation.tensor and self.scheme is not SchemeName.fp8_dynamic:
             yield Problem(where=where, what=f"activation: tensor does not apply to {name}", fix="write activation: row")
+        yield from algorithms.check(self, ctx)
 
     def lower(self, target: Hardware) -> Lowered | None:
-        """A dynamic scheme becomes its weight-only one where the target has no units for the product."""
-        needed = self.to_scheme().activation_dtype
-        if needed is None or has_units(target, needed):
+        """A scheme that rounds activations becomes its weight-only one where the target has no units for the product."""
+        scheme = SCHEMES[self.scheme.name]
+        instead = ENTRIES[self.scheme.name].weight_only
+        if instead is None or runs(scheme, target) != LACKING:
             return None
-        runs_as = {"int8": SchemeName.int8_weight, "fp8": SchemeName.fp8_weight}[needed]
+        runs_as = SchemeName[instead]
         return Lowered(
             requested=self.scheme.name,
             runs_as=runs_as.name,
-            transform=replace(self, scheme=runs_as, activation=Activation.row),
-            reason=f"{target.name} has no {needed} matrix units: {self.scheme.name} runs as {runs_as.name}",
+            transform=replace(self, scheme=runs_as, activation=Activation.row, smooth=None),
+            reason=f"{target.name} has no {units(scheme)} matrix units: {self.scheme.name} runs as {runs_as.name}",
         )
 
     def to_scheme(self) -> Scheme:
