@@ -51,10 +51,11 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the weights and activations of a linear layer are represented.
+    """How the weights and activations of a layer are represented.
 
-    `weight_dtype` and `activation_dtype` are `int8`, `int4`, `fp8` or None for unquantized; `granularity` is
-    `channel`, `group` or `tensor` for weights; `activation_granularity` is `row` or `tensor`.
+    `weight_dtype` and `activation_dtype` are `int8`, `int4`, `fp8`, `fp4` or None for unquantized; `granularity` is `channel`,
+    `group` (of inputs), `block` (a square of outputs and inputs) or `tensor` for weights; `activation_granularity` is `row`,
+    `group` or `tensor`. `group_size` is the length of a group and the side of a block.
     """
 
     name: str
@@ -65,6 +66,10 @@ class Scheme:
     symmetric: bool = True
     activation_dtype: str | None = None
     activation_granularity: str | None = None
+    static: bool = False
+    """Activation scales are found once, on calibration data, instead of anew in every call."""
+    scale_dtype: str = "fp32"
+    """Of the scales beside the weight: `fp32`; `e8m0` (a power of two) or `fp8` (e4m3, under one fp32 scale in all), a byte each."""
 
 
 @dataclass(frozen=True, kw_only=True)

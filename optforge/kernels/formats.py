@@ -1,10 +1,13 @@
-"""The 8-bit float of each device: the one place that decides its dtype and its largest value.
+"""The small floats: the 8-bit one of each device, the 4-bit one, and the byte-wide scales of blocks; decided here alone.
 
 NVIDIA and AMD's MI350 multiply OCP e4m3 (largest 448, 0x80 is -0); AMD's MI300 multiplies e4m3 FNUZ (largest 240, 0x80
 is NaN, exponents biased by one more). The same byte means half the value there, so bytes of one format are never read as
 the other: `convert` goes from one to the other exactly where it can.
 
-Sources: OCP 8-bit floating point specification 1.0, section 5; AMD Instinct MI300 CDNA3 ISA reference, section on FP8.
+Blocks that carry their scale in a byte (MX, NVFP4) hold OCP e4m3 or e2m1 on every device.
+
+Sources: OCP 8-bit floating point specification 1.0, section 5; AMD Instinct MI300 CDNA3 ISA reference, section on FP8; OCP
+microscaling formats (MX) specification 1.0, sections 5.2 to 5.4 and 6.3.
 """
 
 from __future__ import annotations
@@ -63,3 +66,45 @@ def convert(bits: Tensor, scale: Tensor, source: Fp8Format, target: Fp8Format) -
         raise ValueError(f"the stored {source.name} values hold NaN")
     kept = torch.where(bits == 0x80, torch.zeros_like(bits), bits)
     return kept, scale * 2.0 ** (target.bias - source.bias)
+
+
+E2M1_MAXIMUM = 6.0
+E2M1_TIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+"""Halfway points between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6, and whether a tie goes up: to the value with an even code."""
+LARGEST_EXPONENT = {"fp8": 8, "fp4": 2}
+"""Exponent of an element's largest value (448 = 1.75 * 2^8, 6 = 1.5 * 2^2), which MX takes off a block's exponent for its scale."""
+
+
+def to_e2m1(values: Tensor) -> Tensor:
+    """fp32 values to 4-bit codes (sign, 2 exponent bits, 1 mantissa bit) as uint8: to nearest, ties to even, saturating at 6."""
+    size = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for tie, up in E2M1_TIES:
+        codes = codes + ((size >= tie) if up else (size > tie)).to(torch.uint8)
+    return codes | ((values < 0) & (codes > 0)).to(torch.uint8) << 3
+
+
+def from_e2m1(codes: Tensor) -> Tensor:
+    """4-bit codes as uint8 to the fp32 values that they stand for."""
+    size = (codes & 7).float()
+    value = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, 2 * size - 8))
+    return torch.where(codes >= 8, -value, value)
+
+
+def to_e8m0(largest: Tensor, dtype: str) -> Tensor:
+    """The scale of MX blocks whose largest absolute values are given (fp32): the power of two at or below it, divided by that of
+    the element's largest value, as its exponent + 127 in uint8.
+
+    fp32's exponent has the same bias, so its bits are the code. A block of zeros, or one that is too small, gets the smallest scale;
+    one that holds NaN or Inf gets NaN, lest saturation hide it.
+    """
+    exponent = (largest.view(torch.int32) >> 23) & 0xFF
+    code = (exponent - LARGEST_EXPONENT[dtype]).clamp(min=0)
+    return torch.where(exponent == 0xFF, 0xFF, code).to(torch.uint8)
+
+
+def from_e8m0(codes: Tensor) -> Tensor:
+    """2^(code - 127) in fp32, exactly, the subnormal 2^-127 of code 0 too; 255 is NaN."""
+    code = codes.to(torch.int32)
+    bits = torch.where(code == 0, 0x00400000, torch.where(code == 255, 0x7FC00000, code << 23))
+    return bits.to(torch.int32).view(torch.float32)

@@ -35,7 +35,21 @@ PACKED_ROWS = 8
 
 def int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor, weight_sum: Tensor, bias: Tensor | None) -> Tensor:
     """The product, by whichever of the three the device and the rows take."""
-    rounded, row_scale, offset = int8_rows(x)
+    return _multiplied(x, *int8_rows(x), weight, scale, weight_sum, bias)
+
+
+def int8_static(
+    x: Tensor, weight: Tensor, scale: Tensor, weight_sum: Tensor, bias: Tensor | None, input_scale: Tensor, input_offset: Tensor
+) -> Tensor:
+    """The same with one scale and one offset of all inputs, fp32 [1] each, that calibration found: x outside of -128 to 127 steps
+    saturates. Rounding is then pointwise, without a pass for each row's range."""
+    rounded = torch.round((x.float() - input_offset) / input_scale).clamp(-128, 127).to(torch.int8)
+    return _multiplied(x, rounded, input_scale, input_offset, weight, scale, weight_sum, bias)
+
+
+def _multiplied(
+    x: Tensor, rounded: Tensor, row_scale: Tensor, offset: Tensor, weight: Tensor, scale: Tensor, weight_sum: Tensor, bias: Tensor | None
+) -> Tensor:
     if _packs(x, weight):
         unsigned = rounded.view(torch.uint8).bitwise_xor(128)  # rounded + 128
         product: Tensor = torch.ops.optforge.int8_packed(unsigned, weight, scale)
@@ -58,7 +72,9 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _packs(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's packed product runs: on a CPU with VNNI, for enough rows, outside `dispatch.decompose`."""
-    return _VNNI and dispatch.on_cpu(x) and x.shape[0] >= PACKED_ROWS and 0 not in weight.shape and not dispatch.decomposing()
+    if dispatch.decomposing() or not _VNNI:  # asked first: under export a look at the rows would fix their smallest number
+        return False
+    return dispatch.on_cpu(x) and x.shape[0] >= PACKED_ROWS and 0 not in weight.shape
 
 
 _VNNI = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]  # PyTorch leaves them untyped

@@ -94,6 +94,13 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (torch.round(values * steps) + zero).to(torch.int8), scale, -zero * scale
 
 
+def int8_range(low: float, high: float) -> tuple[float, float]:
+    """Scale and offset of int8 inputs that lie between `low` and `high`: as `int8_rows`, with 0 exact."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = max(high - low, 253 * TINY) / 253
+    return scale, (round(low / scale) + 127) * scale
+
+
 def fp8_rows(x: Tensor, fmt: Fp8Format, *, per_row: bool) -> tuple[Tensor, Tensor]:
     """fp8 activations [rows, K] and fp32 scales [rows, 1], or [1, 1] for one scale over the whole input."""
     values = x.float()
