@@ -103,6 +103,7 @@ def apply(
                 seed=run.seed,
                 example=workload.example(source.live(), device),
                 samples=Samples.of(run, source.live()),
+                limits=run.recipe.limits,
             )
             receipts[planned.name] = planned.step.transform.apply(model, ctx)
     for module in model.modules():

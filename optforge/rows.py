@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from optforge.backends.base import Candidate
+from optforge.backends.base import Candidate, CompileOptions
 from optforge.calibrate.samples import Samples
+from optforge.compiling import Family
 from optforge.errors import PlanError, StepError
 from optforge.measure import compare
 from optforge.measure.size import nbytes, tensors, weight_bytes
@@ -70,7 +71,26 @@ class Rows:
             example=self.example,
             samples=self.samples,
             tell=self.tell,
+            limits=run.recipe.limits,
+            once=self._once,
+            compile=self._compile_alike if self.plan.compile is not None else None,
         )
+
+    def _once(self, module: nn.Module) -> Any:
+        """One pass of the workload by a tree that need not be on the device yet."""
+        self.work.ready(module)
+        with torch.no_grad():
+            return self.work.once(module)
+
+    def _compile_alike(self, modules: Sequence[nn.Module]) -> None:
+        """Compiles modules of one structure as the recipe's compile step compiles a block."""
+        assert self.plan.compile is not None, "the context offers this only beside a compile step"
+        chosen = getattr(self.plan.compile.step.transform, "options", CompileOptions)()
+        shared = Family()
+        for module in modules:
+            # CUDA graphs hold addresses: modules that shared a program would record it anew for each
+            family = Family() if chosen.mode == "reduce-overhead" else shared
+            self.plan.backend.compile(module, replace(chosen, family=family))
 
     def fresh(self, steps: Sequence[PlannedStep] = ()) -> tuple[nn.Module, list[Applied]]:
         """A new tree over the baseline's tensors with `steps` applied in order."""

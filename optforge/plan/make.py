@@ -241,6 +241,7 @@ class _Planner:
             uses_cache=self.run.workload.source.uses_cache,
             seed=self.run.seed,
             example=self.example,
+            limits=self.run.recipe.limits,
         )
 
     def _apply(self, step: Step, requested: str, moved: str | None, before: Graph) -> list[PlannedStep]:

@@ -7,7 +7,7 @@ receipt alone, so that an artifact loads without repeating a decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -65,6 +65,13 @@ class Context:
     """What a step may calibrate on; None while planning, and where there is no data (an artifact is loaded)."""
     tell: Tell | None = None
     """Is told the title of what takes long within a step, and the fraction of it that is done."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """The recipe's limits on quality."""
+    once: Callable[[nn.Module], Any] | None = None
+    """One pass of the workload by a module with the interface of this model, uncompiled; None while planning, and where nothing is
+    timed."""
+    compile: Callable[[Sequence[nn.Module]], None] | None = None
+    """Compiles modules of one structure in place as the recipe's compile step would; None where it has none."""
 
     @property
     def planning(self) -> bool:

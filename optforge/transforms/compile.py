@@ -102,7 +102,7 @@ class Compile:
             shared = Family()
             for module in chosen.values():
                 # with a cache each block is bound to its layer's place in it, and can share no program with another
-                ctx.backend.compile(module, self._options(Family() if ctx.uses_cache else shared))
+                ctx.backend.compile(module, self.options(Family() if ctx.uses_cache else shared))
         elif self.fullgraph:
             _trace(model, chosen, ctx)
         what = f"compiled by {self.engine.value}, mode {self.mode.value}"
@@ -117,7 +117,8 @@ class Compile:
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """The structure is as it was: a loaded model is compiled by whoever runs it."""
 
-    def _options(self, family: Family) -> CompileOptions:
+    def options(self, family: Family | None = None) -> CompileOptions:
+        """What the backend is told."""
         return CompileOptions(engine=self.engine.value, mode=self.mode.value, fullgraph=self.fullgraph, dynamic=self.dynamic, family=family)
 
     def _modules(self, model: nn.Module, ctx: Context) -> dict[str, nn.Module]:
