@@ -73,9 +73,28 @@ _BLOCK = {
 }
 
 
-def _entry(name: str, storage: str, runs: dict[str, str], scheme: Scheme, weight_only: str | None = None, **flags: bool) -> Entry:
-    words = {backend: text.format(weight_only) for backend, text in runs.items()}
-    return Entry(scheme=replace(scheme, name=name), storage=storage, weight_only=weight_only, **words, **flags)
+def _entry(
+    name: str,
+    storage: str,
+    runs: dict[str, str],
+    scheme: Scheme,
+    weight_only: str | None = None,
+    *,
+    microscaled: bool = False,
+    kernel: bool = True,
+) -> Entry:
+    nvidia, amd, cpu, xla = (runs[backend].format(weight_only) for backend in BACKENDS)
+    return Entry(
+        scheme=replace(scheme, name=name),
+        storage=storage,
+        nvidia=nvidia,
+        amd=amd,
+        cpu=cpu,
+        xla=xla,
+        weight_only=weight_only,
+        microscaled=microscaled,
+        kernel=kernel,
+    )
 
 
 def _rounding(scheme: Scheme, granularity: str, *, static: bool = False) -> Scheme:
@@ -126,13 +145,9 @@ TABLE: tuple[Entry, ...] = (
         kernel=False,
     ),
     _entry("mxfp4_weight", f"{_PACKED} (e2m1), {_E8M0}", _PLAIN, _mxfp4, kernel=False),
-    _entry(
-        "mxfp4", f"{_PACKED} (e2m1), {_E8M0}", _MX, _rounding(_mxfp4, "group"), "mxfp4_weight", microscaled=True, kernel=False
-    ),
+    _entry("mxfp4", f"{_PACKED} (e2m1), {_E8M0}", _MX, _rounding(_mxfp4, "group"), "mxfp4_weight", microscaled=True, kernel=False),
     _entry("nvfp4_weight", f"{_PACKED} (e2m1), {_TWO}", _PLAIN, _nvfp4, kernel=False),
-    _entry(
-        "nvfp4", f"{_PACKED} (e2m1), {_TWO}", _NVFP4, _rounding(_nvfp4, "group"), "nvfp4_weight", microscaled=True, kernel=False
-    ),
+    _entry("nvfp4", f"{_PACKED} (e2m1), {_TWO}", _NVFP4, _rounding(_nvfp4, "group"), "nvfp4_weight", microscaled=True, kernel=False),
 )
 ENTRIES = {entry.scheme.name: entry for entry in TABLE}
 SCHEMES: dict[str, Scheme] = {name: entry.scheme for name, entry in ENTRIES.items()}

@@ -55,9 +55,7 @@ def dequantize(weight: Tensor, scale: Tensor, whole: Tensor | None, columns: int
     return _valued(codes, scale, whole, scheme)
 
 
-def block_product(
-    x: Tensor, weight: Tensor, scale: Tensor, whole: Tensor | None, bias: Tensor | None, scheme: Scheme, fmt: str
-) -> Tensor:
+def block_product(x: Tensor, weight: Tensor, scale: Tensor, whole: Tensor | None, bias: Tensor | None, scheme: Scheme, fmt: str) -> Tensor:
     """y = x @ dequantize(weight).T + bias in x's dtype, x rounded to the scheme's blocks first where it rounds activations.
 
     x [rows, K] in bf16, fp16 or fp32; y [rows, N] in x's dtype.
@@ -127,7 +125,8 @@ def _scales(scale: Tensor, whole: Tensor | None, scheme: Scheme) -> Tensor:
 
 def _largest(values: Tensor, size: int) -> Tensor:
     """Largest absolute value of each group of a row, [rows, groups]; the last group may be shorter."""
-    return F.pad(values.abs(), (0, -values.shape[1] % size)).unflatten(1, (-1, size)).amax(2)
+    padded = F.pad(values.abs(), (0, -values.shape[1] % size))
+    return padded.reshape(values.shape[0], padded.shape[1] // size, size).amax(2)
 
 
 def _spread(per_group: Tensor, columns: int, size: int) -> Tensor:
@@ -139,7 +138,8 @@ def _square_largest(values: Tensor, side: int) -> Tensor:
     """Largest absolute value of each square, [ceil(N / side), ceil(K / side)]."""
     outputs, columns = values.shape
     padded = F.pad(values.abs(), (0, -columns % side, 0, -outputs % side))
-    return padded.unflatten(1, (-1, side)).unflatten(0, (-1, side)).amax((1, 3))
+    down, across = (length // side for length in padded.shape)
+    return padded.reshape(down, side, across, side).amax((1, 3))
 
 
 def _square_spread(scale: Tensor, like: Tensor, side: int) -> Tensor:

@@ -1,83 +1,35 @@
-"""Quantized layers: `nn.Linear` subclasses with plain integer parameters.
+"""Quantized layers: subclasses of `nn.Linear`, `nn.Conv2d` and `nn.Embedding` with plain integer parameters.
 
-A linear becomes quantized by `linear.__class__ = ...`: it keeps its place, its name and its bias. `weight` is an integer
-parameter (int8 [N, K]; fp8 as its bits in uint8 [N, K]; int4 two per byte in uint8 [N, ceil(K / 2)]) and the scales are
-fp32 parameters beside it. Integer storage, because a cast of the whole model, FSDP2's mixed precision among them, turns
-float8 parameters into bf16 without a word; parameters and not a tensor subclass, because FSDP2 and tensor parallelism
-shard parameters (both measured, see the design of quantized weights in docs/quantization.md). Scales stay fp32 whatever
-the model is cast to.
+A layer becomes quantized by `layer.__class__ = ...`: it keeps its place, its name and its bias. `weight` is an integer
+parameter (int8 [N, K]; fp8 as its bits in uint8 [N, K]; 4 bits two per byte in uint8 [N, ceil(K / 2)]) and the scales are parameters
+beside it (see `kernels.quantized`). This file holds the linears and the call that turns a layer of any kind into its quantized one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from optforge.kernels import rounding
-from optforge.kernels.formats import FORMATS, OCP, Fp8Format
+from optforge.kernels.blocks import block_product
+from optforge.kernels.convolutions import QuantizedConv2d, quantized_class
+from optforge.kernels.embeddings import QuantizedEmbedding, share_
+from optforge.kernels.formats import OCP, Fp8Format
 from optforge.kernels.fp8_dynamic import fp8_dynamic
 from optforge.kernels.fp8_weight import fp8_weight
 from optforge.kernels.int4_weight import int4_weight
-from optforge.kernels.int8_dynamic import int8_dynamic
+from optforge.kernels.int8_dynamic import int8_dynamic, int8_static
 from optforge.kernels.int8_weight import int8_weight
+from optforge.kernels.quantized import CHANNEL_STEP, INPUT_SCALES, Quantized, store, with_input_scales
+from optforge.schemes import ENTRIES, SCHEMES
 from optforge.spec import Scheme
 
-CHANNEL_STEP = 512
-"""Longest step along K of any kernel: a group of a multiple of it never ends within a step."""
-
-
-class Quantized(nn.Module):
-    """What a quantized linear and a quantized embedding share: the storage, and scales that stay fp32."""
-
-    scheme: Scheme
-    quantized_by: str
-    """Name of the step that quantized it."""
-    fp8_format: str
-    """Key of `formats.FORMATS`; meaningful where `scheme.weight_dtype` is fp8."""
-    weight: Tensor
-    weight_scale: nn.Parameter
-    weight_zero_point: nn.Parameter | None
-    weight_sum: nn.Parameter | None
-
-    STORED: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_zero_point", "weight_sum")
-
-    def stored(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that together stand for the weight, by local name."""
-        return ((name, self._parameters[name]) for name in self.STORED if self._parameters.get(name) is not None)  # type: ignore[misc]  # None is filtered
-
-    def dequantize(self) -> Tensor:
-        """The weight that the storage stands for, fp32 [N, K]."""
-        return _dequantize(self, self.weight, self.weight_scale, getattr(self, "weight_zero_point", None))
-
-    @property
-    def columns(self) -> int:
-        """K, which packed storage does not tell."""
-        raise NotImplementedError
-
-    @property
-    def group_size(self) -> int:
-        """Columns that share an int4 scale. One scale per channel is one group, as long as the longest step along K needs."""
-        return self.scheme.group_size or -(-self.columns // CHANNEL_STEP) * CHANNEL_STEP
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`nn.Module._apply` with scales and sums exempt from a change of dtype (moves and `to_empty` pass)."""
-        exempt = {id(parameter) for name, parameter in self.stored() if name != "weight"}
-
-        def keep(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            return tensor.to(result.device) if id(tensor) in exempt and result.dtype is not tensor.dtype else result
-
-        return super()._apply(keep, recurse)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+__all__ = ["CHANNEL_STEP", "LINEARS", "Quantized", "QuantizedConv2d", "QuantizedEmbedding", "QuantizedLinear", "quantize_", "share_"]
 
 
 class QuantizedLinear(Quantized, nn.Linear):
     """A linear whose weight is quantized; subclasses say how it multiplies."""
-
-    operator: ClassVar[str]
-    """What multiplies on a device with kernels, as receipts name it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] to [..., N], in input's dtype."""
@@ -87,12 +39,23 @@ class QuantizedLinear(Quantized, nn.Linear):
     def _product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def trial(self, rows: int, draw: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, self.in_features, generator=draw)
+        if self.scheme.static:  # within what calibration saw
+            scale, offset = (self._parameters.get(name) for name in INPUT_SCALES)
+            assert scale is not None and self.scheme.activation_dtype is not None
+            x = x / x.abs().max() * TRIED[self.scheme.activation_dtype] * scale.cpu() + (0 if offset is None else offset.cpu())
+        x = x.to(device=self.weight.device, dtype=dtype)
+        expected = nn.functional.linear(x.float(), self.dequantize(), None if self.bias is None else self.bias.float())
+        return self(x).float(), expected
+
     @property
     def columns(self) -> int:
         return self.in_features
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scheme={self.scheme.name}"
+
+TRIED = {"int8": 127.0, "fp8": 240.0}
+"""Steps of a static scheme within which every format's inputs stay."""
 
 
 class Int8WeightLinear(QuantizedLinear):
@@ -108,6 +71,14 @@ class Int8DynamicLinear(QuantizedLinear):
     def _product(self, x: Tensor) -> Tensor:
         assert self.weight_sum is not None
         return int8_dynamic(x, self.weight, self.weight_scale, self.weight_sum, self.bias)
+
+
+class Int8StaticLinear(QuantizedLinear):
+    operator = "int8_static"
+
+    def _product(self, x: Tensor) -> Tensor:
+        assert self.weight_sum is not None and self.input_scale is not None and self.input_offset is not None
+        return int8_static(x, self.weight, self.weight_scale, self.weight_sum, self.bias, self.input_scale, self.input_offset)
 
 
 class Int4WeightLinear(QuantizedLinear):
@@ -132,99 +103,83 @@ class Fp8DynamicLinear(QuantizedLinear):
         return fp8_dynamic(x, self.weight, self.weight_scale, self.bias, self.fp8_format, per_row=per_row)
 
 
-class QuantizedEmbedding(Quantized, nn.Embedding):
-    """An embedding that shares the quantized storage of the head it is tied to; looks rows up, then dequantizes them."""
+class Fp8StaticLinear(QuantizedLinear):
+    operator = "aten::_scaled_mm"
 
-    value_dtype: torch.dtype
-    """The dtype of the rows it hands out: the model's own, which integer storage no longer tells."""
+    def _product(self, x: Tensor) -> Tensor:
+        return fp8_dynamic(x, self.weight, self.weight_scale, self.bias, self.fp8_format, per_row=True, input_scale=self.input_scale)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Indices [...] to rows [..., K] in `value_dtype`."""
-        at = input.flatten()
-        scale = self.weight_scale if self.weight_scale.shape[0] == 1 else self.weight_scale[at]
-        zero = getattr(self, "weight_zero_point", None)
-        rows = _dequantize(self, self.weight[at], scale, None if zero is None else zero[at])
-        return rows.to(self.value_dtype).reshape(*input.shape, self.embedding_dim)
 
-    @property
-    def columns(self) -> int:
-        return self.embedding_dim
+class BlockLinear(QuantizedLinear):
+    operator = "aten::mm, weight dequantized"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.value_dtype = fn(torch.empty(0, dtype=self.value_dtype, device=self.weight.device)).dtype
-        return super()._apply(fn, recurse)
+    def _product(self, x: Tensor) -> Tensor:
+        whole = self._parameters.get("weight_global_scale")
+        return block_product(x, self.weight, self.weight_scale, whole, self.bias, self.scheme, self.fp8_format)
 
 
 LINEARS: dict[str, type[QuantizedLinear]] = {
     "int8_weight": Int8WeightLinear,
     "int8_dynamic": Int8DynamicLinear,
+    "int8_static": Int8StaticLinear,
     "int4_weight": Int4WeightLinear,
     "fp8_weight": Fp8WeightLinear,
     "fp8_dynamic": Fp8DynamicLinear,
-}
+    "fp8_static": Fp8StaticLinear,
+} | {name: BlockLinear for name, entry in ENTRIES.items() if not entry.kernel}
 """Scheme name -> the class of its layers."""
 
 
+def scheme_of(module: nn.Module, scheme: Scheme) -> Scheme:
+    """The scheme under which a layer of this kind is stored: only linears round their activations, so that a convolution or an
+    embedding takes the weight-only scheme of the same storage (an embedding with one scale per row instead of squares)."""
+    if not isinstance(module, nn.Conv2d | nn.Embedding):
+        return scheme
+    name = ENTRIES[scheme.name].weight_only or scheme.name
+    if SCHEMES[name].granularity == "block":
+        name = "fp8_weight"
+    return scheme if name == scheme.name else SCHEMES[name]
+
+
 def quantize_(
-    module: nn.Module, weight: Tensor, scheme: Scheme, fmt: Fp8Format = OCP, *, step: str, stored: Mapping[str, Tensor | None] | None = None
-) -> QuantizedLinear:
-    """Turns `module` into a quantized linear in place and hands it back; on meta it does so to the structure alone.
+    module: nn.Module,
+    weight: Tensor,
+    scheme: Scheme,
+    fmt: Fp8Format = OCP,
+    *,
+    step: str,
+    stored: Mapping[str, Tensor | None] | None = None,
+    input_scales: Mapping[str, Tensor] | None = None,
+) -> Quantized:
+    """Turns `module` into a quantized layer in place and hands it back; on meta it does so to the structure alone.
 
     Args:
-        module: an `nn.Linear`, or a layer with the same meaning and a transposed weight (GPT-2's Conv1D).
+        module: an `nn.Linear`, a layer with the same meaning and a transposed weight (GPT-2's Conv1D), an `nn.Conv2d`, or an
+            `nn.Embedding`.
         weight: its weight as [N, K], any float dtype; read, never written.
-        scheme: one of `LINEARS` by name, with its granularity and group size.
+        scheme: one of `LINEARS` by name, with its granularity and group size; `scheme_of` says what the layer takes of it.
         fmt: the 8-bit float of the target.
         step: the step's name, remembered for whoever quantizes it again.
         stored: the parameters by name, where something else than rounding to nearest has decided them; `weight` then gives its
             shape alone.
+        input_scales: of a static scheme, `input_scale` and (int8) `input_offset`, fp32 [1] each; None leaves room for them.
     """
     outputs, columns = weight.shape
+    scheme = scheme_of(module, scheme)
     with torch.no_grad():
-        stored = _store(weight.detach().contiguous(), scheme, fmt) if stored is None else stored
-    bias = module._parameters.get("bias")
-    module.__class__ = LINEARS[scheme.name]
-    assert isinstance(module, QuantizedLinear)
-    module.in_features, module.out_features = columns, outputs
-    module._parameters.clear()
-    for name, tensor in stored.items():
-        module.register_parameter(name, nn.Parameter(tensor.contiguous(), requires_grad=False) if tensor is not None else None)
-    module.register_parameter("bias", bias)
+        stored = store(weight.detach().contiguous(), scheme, fmt) if stored is None else stored
+        stored = with_input_scales(stored, scheme, input_scales, weight)
+    if isinstance(module, nn.Embedding):
+        value_dtype, module.__class__ = module.weight.dtype, QuantizedEmbedding
+        assert isinstance(module, QuantizedEmbedding)
+        module.value_dtype = value_dtype
+    elif isinstance(module, nn.Conv2d):
+        module.__class__ = quantized_class(type(module))  # type: ignore[arg-type]  # nn.Module's type is hashable, whatever the stubs say
+    else:
+        module.__class__ = LINEARS[scheme.name]
+        assert isinstance(module, QuantizedLinear)
+        module.in_features, module.out_features = columns, outputs
+    assert isinstance(module, Quantized)
+    module.hold(stored)
     module.scheme, module.fp8_format, module.quantized_by = scheme, fmt.name, step
     return module
-
-
-def share_(embedding: nn.Embedding, linear: QuantizedLinear) -> None:
-    """Makes `embedding` look its rows up in the quantized storage of `linear`, as one set of parameters."""
-    value_dtype = embedding.weight.dtype
-    embedding.__class__ = QuantizedEmbedding
-    assert isinstance(embedding, QuantizedEmbedding)
-    embedding._parameters.clear()
-    for name in Quantized.STORED:
-        if name in linear._parameters and name != "weight_sum":
-            embedding.register_parameter(name, linear._parameters[name])
-    embedding.scheme, embedding.fp8_format, embedding.quantized_by = linear.scheme, linear.fp8_format, linear.quantized_by
-    embedding.value_dtype = value_dtype
-
-
-def _dequantize(module: Quantized, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """fp32 [rows, K] that some stored rows of `module` stand for."""
-    if module.scheme.weight_dtype == "int4":
-        return rounding.from_int4(weight, scale, zero, module.columns, module.group_size, torch.float32)
-    if module.scheme.weight_dtype == "fp8":
-        return weight.view(FORMATS[module.fp8_format].dtype).float() * scale
-    return weight.float() * scale
-
-
-def _store(weight: Tensor, scheme: Scheme, fmt: Fp8Format) -> dict[str, Tensor | None]:
-    """The parameters of a quantized weight by name, in the order of `Quantized.STORED`."""
-    if scheme.weight_dtype == "int4":
-        packed, scale, zero = rounding.int4_weight(weight, scheme.group_size or weight.shape[1], symmetric=scheme.symmetric)
-        return {"weight": packed, "weight_scale": scale, "weight_zero_point": zero}
-    if scheme.weight_dtype == "fp8":
-        bits, scale = rounding.fp8_weight(weight, fmt, per_channel=scheme.granularity == "channel")
-        return {"weight": bits, "weight_scale": scale}
-    values, scale = rounding.int8_weight(weight)
-    if scheme.activation_dtype is None:
-        return {"weight": values, "weight_scale": scale}
-    return {"weight": values, "weight_scale": scale, "weight_sum": values.sum(1, dtype=torch.int32).float() * scale.flatten()}
