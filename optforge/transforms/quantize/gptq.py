@@ -9,15 +9,13 @@ neighbouring columns, as it is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from optforge.kernels.formats import Fp8Format
 from optforge.spec import Scheme
 from optforge.transforms.quantize.clip import shrunk
-from optforge.transforms.quantize.grids import Grid, Stored
+from optforge.transforms.quantize.grids import Grid, Solved, error
 
 BLOCK = 128
 """Columns whose errors are held back before they reach all the columns after them."""
@@ -25,23 +23,6 @@ MOST_DAMPING = 1.0
 """Share of the mean diagonal that is added to it at most; beyond that the statistics say nothing of how columns depend."""
 LEAST_RAISED = 1e-3
 """What a damping of 0 is raised to first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solved:
-    """A decided weight: where it lies, and what had to be done to decide it."""
-
-    grid: Grid
-    weight: Tensor
-    """fp32 [N, K], on the grid."""
-    damping: float | None = None
-    """What was really added, as a share of the mean diagonal; None where nothing was solved."""
-    failed: str | None = None
-    """Why the weight is merely rounded to nearest."""
-
-    @property
-    def stored(self) -> Stored:
-        return self.grid.store(self.weight)
 
 
 def solve(
@@ -81,17 +62,8 @@ def solve(
     grid = Grid.of(weight, scheme, fmt, shrunk(weight, gram, scheme, fmt)) if clip else plain
     found = _columns(values, upper, order, grid, block)
     better = error(found - values, gram) <= error(nearest - values, gram)
-    if scheme.granularity == "tensor" and not bool(better.all()) and clip:
-        found, grid = (found, grid) if float(error(found - values, gram).sum()) <= float(error(nearest - values, gram).sum()) else (nearest, plain)
-        return Solved(grid=grid, weight=found.float(), damping=used)
     chosen = torch.where(better[:, None], found.float(), nearest)
     return Solved(grid=grid.rows(better, plain), weight=chosen, damping=used)
-
-
-def error(change: Tensor, gram: Tensor) -> Tensor:
-    """Mean squared error [N] of each output where the weight is off by `change` [N, K]: the diagonal of D G Dt."""
-    change = change.to(gram.dtype)
-    return ((change @ gram) * change).sum(1)
 
 
 def _factor(gram: Tensor, dead: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor, float] | None:

@@ -112,6 +112,33 @@ class Grid:
         return {"weight": values, "weight_scale": self.scale, "weight_sum": sums}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A decided weight: where it lies, and what had to be done to decide it."""
+
+    grid: Grid
+    weight: Tensor
+    """fp32 [N, K], on the grid."""
+    damping: float | None = None
+    """gptq: what was really added to the diagonal, as a share of its mean."""
+    failed: str | None = None
+    """Why the weight is merely rounded to nearest."""
+
+    @property
+    def stored(self) -> Stored:
+        return self.grid.store(self.weight)
+
+
+def error(change: Tensor, gram: Tensor) -> Tensor:
+    """Mean squared error [N] of each output of a layer whose weight is off by `change` [N, K]: the diagonal of D G Dt.
+
+    Args:
+        gram: [K, K], the mean of x xT over the layer's inputs.
+    """
+    change = change.to(gram.dtype)
+    return ((change @ gram) * change).sum(1)
+
+
 def group_size(scheme: Scheme, columns: int) -> int:
     """Columns that share a scale."""
     return scheme.group_size or columns
