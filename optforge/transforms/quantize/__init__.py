@@ -171,7 +171,7 @@ class Quantize:
         from optforge.transforms.quantize.rewrite import rewrite
         from optforge.transforms.quantize.survey import survey
 
-        return rewrite(model, survey(model, self, ctx.step), self.to_scheme(), ctx)
+        return rewrite(model, survey(model, self, ctx.step), self.to_scheme(), self, ctx)
 
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """The same layers under the same schemes, without values."""

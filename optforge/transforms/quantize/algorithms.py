@@ -37,7 +37,7 @@ def has_grid(scheme: Scheme) -> bool:
 
 def needs_data(options: Quantize) -> bool:
     """Whether the step runs calibration samples."""
-    return options.algorithm in (Algorithm.gptq, Algorithm.awq) or options.smooth is not None
+    return options.algorithm in (Algorithm.gptq, Algorithm.awq) or options.smooth is not None or SCHEMES[options.scheme.name].static
 
 
 def check(options: Quantize, ctx: Context) -> Iterator[Problem]:
@@ -59,8 +59,9 @@ def check(options: Quantize, ctx: Context) -> Iterator[Problem]:
         yield Problem(where=where, what=what, fix="write a number from 0 to 1, such as 0.01")
     reason = ctx.samples.reason_against if ctx.samples is not None and needs_data(options) else None
     if reason is not None:
-        wanted = algorithm.name if options.smooth is None else "smooth"
-        fix = f"data=wikipedia, calibration.factory=package.module:callable, or steps.{ctx.step}.algorithm=rtn"
+        wanted = scheme.name if scheme.static else algorithm.name if options.smooth is None else "smooth"
+        without = f"use=quantize/{scheme.weight_dtype}_dynamic" if scheme.static else "algorithm=rtn"
+        fix = f"data=wikipedia, calibration.factory=package.module:callable, or steps.{ctx.step}.{without}"
         yield Problem(where=where, what=f"{wanted} needs data to calibrate on, and {reason}", fix=fix)
 
 

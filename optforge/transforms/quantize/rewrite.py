@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from optforge.errors import StepError
 from optforge.kernels.formats import FORMATS, format_for
-from optforge.kernels.linears import QuantizedLinear, quantize_, share_
+from optforge.kernels.linears import quantize_, share_
+from optforge.kernels.quantized import Quantized
 from optforge.measure.size import nbytes
 from optforge.spec import Scheme
 from optforge.transforms.base import Context, Receipt, Touched
+from optforge.transforms.quantize.ranges import static_scales
 from optforge.transforms.quantize.survey import IN_OUT, Survey, out_in
 from optforge.transforms.quantize.verify import verify_product, verify_storage
 
+if TYPE_CHECKING:
+    from optforge.transforms.quantize import Quantize
 
-def rewrite(model: nn.Module, found: Survey, scheme: Scheme, ctx: Context) -> Receipt:
+
+def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, ctx: Context) -> Receipt:
     """Quantizes `found.layers` in place and says what changed."""
     fmt = format_for(ctx.target)
     receipt = Receipt(total_bytes=found.total_bytes, skipped=found.skipped, ignored=found.ignored, unmatched=found.unmatched)
+    scales, unseen, notes = static_scales(model, found.layers, scheme, fmt, options, ctx)
+    receipt.notes += notes
+    for name, reason in unseen.items():
+        found.leave(name, reason)
     shapes: set[tuple[int, ...]] = set()
     for name, module in found.layers.items():
         weight = out_in(module, found.layouts[name])
         before = nbytes(weight)
-        linear = quantize_(module, weight, scheme, fmt, step=ctx.step)
+        linear = quantize_(module, weight, scheme, fmt, step=ctx.step, input_scales=scales.get(name))
         if not weight.is_meta:
             verify_storage(linear, weight, name, ctx.step)
             if tuple(weight.shape) not in shapes:
@@ -72,7 +81,7 @@ def _named(model: nn.Module, name: str, step: str) -> nn.Module:
         raise StepError(f"step {step}: the receipt names {name}, which this model does not have") from error
 
 
-def _share(model: nn.Module, linear: QuantizedLinear, partners: list[str], policy: str) -> list[str]:
+def _share(model: nn.Module, linear: Quantized, partners: list[str], policy: str) -> list[str]:
     """Under `both`, lets the embeddings read the storage of `linear`; the names of those it changed."""
     if policy != "both":
         return []
@@ -90,7 +99,7 @@ def _forget_tie(model: nn.Module) -> None:
         config.tie_word_embeddings = False  # type: ignore[union-attr]  # it has the attribute, as the line above saw
 
 
-def _touched(name: str, linear: QuantizedLinear, before: int, layout: str) -> Touched:
+def _touched(name: str, linear: Quantized, before: int, layout: str) -> Touched:
     what = linear.scheme.name + (", weight stored as (out, in)" if layout == IN_OUT else "")
     after = sum(nbytes(parameter) for _, parameter in linear.stored())
     return Touched(name=name, what=what, bytes_before=before, bytes_after=after, dtypes=_dtypes(linear))

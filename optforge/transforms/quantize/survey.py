@@ -37,6 +37,12 @@ class Survey:
     unmatched: list[str] = field(default_factory=list)
     total_bytes: int = 0
 
+    def leave(self, name: str, reason: str) -> None:
+        """Takes a layer out of what will be changed."""
+        self.skipped[name] = reason
+        for table in (self.layers, self.layouts, self.ties):
+            table.pop(name, None)
+
 
 def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
     """Chooses, sorts and refuses.
@@ -220,9 +226,7 @@ def _groups(result: Survey, options: Quantize, step: str) -> list[Problem]:
             continue
         what, fix = f"group_size {size} does not divide its K={columns}", _fitting(columns)
         if options.on_misfit.name == "skip":
-            result.skipped[name] = f"{what}; {fix}"
-            for table in (result.layers, result.layouts, result.ties):
-                table.pop(name, None)
+            result.leave(name, f"{what}; {fix}")
         else:
             misfits.setdefault((what, fix), []).append(name)
     return [Problem(where=f"step {step}, {counted(names)}", what=what, fix=fix) for (what, fix), names in misfits.items()]

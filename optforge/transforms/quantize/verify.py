@@ -10,59 +10,60 @@ import torch
 from torch import Tensor
 
 from optforge.errors import StepError
-from optforge.kernels.linears import QuantizedLinear
+from optforge.kernels import blocks
+from optforge.kernels.quantized import Quantized, blocked
 
 SLACK = 1 + 1e-3
 """For the fp32 arithmetic of the bounds themselves."""
 CHECKED_ROWS = (1, 17)
 """Rows of the tried products: a token of a decode, and a number that is no multiple of anything."""
-LARGEST_ERROR = {"int8": 0.03, "fp8": 0.08, None: 0.02}
+LARGEST_ERROR = {"int8": 0.03, "fp8": 0.08, "fp4": 0.3, None: 0.02}
 """Activation dtype -> largest relative error of a product in the Frobenius norm, about twice what normal inputs give."""
 
 
-def verify_storage(linear: QuantizedLinear, original: Tensor, name: str, step: str) -> None:
+def verify_storage(layer: Quantized, original: Tensor, name: str, step: str) -> None:
     """
     Raises:
         StepError: a stored number is not finite, or a weight is further from its original than half a step of rounding
             (a whole step where a zero point is rounded too).
     """
-    for key, tensor in linear.stored():
+    for key, tensor in layer.stored():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise StepError(f"step {step}: {name}.{key} holds values that are not finite")
-    found = linear.dequantize()
+    found = layer.dequantize()
     if not bool(found.isfinite().all()):
         raise StepError(f"step {step}: the stored weight of {name} holds values that are not finite")
     original = original.float()
-    excess = (found - original).abs() - _bound(linear, original) * SLACK
+    excess = (found - original).abs() - _bound(layer, original) * SLACK
     if bool((excess > 0).any()):
         raise StepError(f"step {step}: {name} is stored {float(excess.max()):.3g} further from its weight than rounding explains")
 
 
-def verify_product(linear: QuantizedLinear, dtype: torch.dtype, name: str, step: str) -> None:
+def verify_product(layer: Quantized, dtype: torch.dtype, name: str, step: str) -> None:
     """
     Raises:
         StepError: the layer's output differs from that of its dequantized weight by more than its arithmetic explains.
     """
-    weight = linear.dequantize()
     draw = torch.Generator().manual_seed(0)
     for rows in CHECKED_ROWS:
-        x = torch.randn(rows, linear.in_features, generator=draw).to(device=weight.device, dtype=dtype)
         with torch.no_grad():
-            expected = torch.nn.functional.linear(x.float(), weight, None if linear.bias is None else linear.bias.float())
-            error = (linear(x).float() - expected).norm()
-        limit = LARGEST_ERROR[linear.scheme.activation_dtype] * expected.norm()
+            found, expected = layer.trial(rows, draw, dtype)
+            error = (found - expected).norm()
+        limit = LARGEST_ERROR[layer.scheme.activation_dtype] * expected.norm()
         if not bool(error <= limit):
             raise StepError(
                 f"step {step}: {name} with {rows} rows differs from its own dequantized weight by {float(error):.3g}, "
-                f"at most {float(limit):.3g} is explained by its arithmetic ({linear.operator})"
+                f"at most {float(limit):.3g} is explained by its arithmetic ({layer.operator})"
             )
 
 
-def _bound(linear: QuantizedLinear, original: Tensor) -> Tensor:
+def _bound(layer: Quantized, original: Tensor) -> Tensor:
     """The largest error of each weight. An fp8 value is off by at most 1/16 of itself, or half the smallest step."""
-    if linear.scheme.weight_dtype == "fp8":
-        return original.abs() / 16 + linear.weight_scale * 2.0**-10
-    steps = 0.5 if linear.scheme.symmetric else 1.0
-    if linear.scheme.weight_dtype == "int4":
-        return steps * linear.weight_scale.repeat_interleave(linear.group_size, dim=1)[:, : linear.columns]
-    return steps * linear.weight_scale
+    if blocked(layer.scheme):
+        return blocks.bound(original, layer.weight_scale, layer._parameters.get("weight_global_scale"), layer.scheme)
+    if layer.scheme.weight_dtype == "fp8":
+        return original.abs() / 16 + layer.weight_scale * 2.0**-10
+    steps = 0.5 if layer.scheme.symmetric else 1.0
+    if layer.scheme.weight_dtype == "int4":
+        return steps * layer.weight_scale.repeat_interleave(layer.group_size, dim=1)[:, : layer.columns]
+    return steps * layer.weight_scale
