@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from optforge.errors import OutputError, Problem
@@ -46,6 +48,71 @@ def write_json(path: Path, values: object) -> None:
     write_bytes(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode("ascii"))
 
 
+@contextmanager
+def folder(target: Path, needed: int, elsewhere: str = "output_dir=<another volume>") -> Iterator[Path]:
+    """An empty folder beside `target` that takes its place, flushed, when the block ends without an error.
+
+    Whoever looks at `target` sees the old content or all of the new one, also after a kill in the middle. A full folder cannot be
+    renamed over, so the old one steps aside first; where a kill falls between the two renames, the next writer puts it back.
+
+    Args:
+        needed: bytes that must be free on the volume.
+        elsewhere: what a user types to write to another volume.
+
+    Raises:
+        OutputError: the folder cannot be written or its volume is full, now or in the block; nothing partial is left.
+    """
+    temporary = target.with_name(f".{target.name}{TEMPORARY}{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover(target)
+        remove_stale(target.parent, target.name)
+        if free_bytes(target.parent) < needed:
+            raise cannot_write(target, needed, OSError("no space left on the volume"), elsewhere)
+        temporary.mkdir()
+        yield temporary
+        _finish(temporary)
+        _replace(temporary, target)
+    except OSError as error:
+        raise cannot_write(target, needed, error, elsewhere) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def recover(target: Path) -> None:
+    """Puts the old folder back where a kill between the two renames left it aside."""
+    aside = previous(target)
+    if aside.exists() and not target.exists():
+        os.rename(aside, target)
+
+
+def previous(target: Path) -> Path:
+    """Where the old folder lies between the two renames that replace it."""
+    return target.with_name(f".{target.name}.previous")
+
+
+def _finish(folder: Path) -> None:
+    """Flushes every file, and gives each the mode of any new file: some libraries write theirs for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    aside = previous(target)
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Flushes a folder's entries, so that a rename survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -74,10 +141,10 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def cannot_write(path: Path, needed: int, error: Exception) -> OutputError:
+def cannot_write(path: Path, needed: int, error: Exception, elsewhere: str = "output_dir=<another volume>") -> OutputError:
     """The one line that a failed write becomes."""
     free = free_bytes(path)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     what = f"cannot be written ({reason}): needs {needed:,} bytes, {free:,} bytes are free on its volume"
-    fix = "check the folder's permissions and limits" if free >= needed else "free some space there, or give output_dir=<another volume>"
+    fix = "check the folder's permissions and limits" if free >= needed else f"free some space there, or give {elsewhere}"
     return OutputError(Problem(where=str(path), what=what, fix=fix))

@@ -11,8 +11,8 @@ it, flushed and renamed.
 """
 
 from optforge.artifact.layout import GIVEN
-from optforge.artifact.read import load, load_into
+from optforge.artifact.read import Described, load, load_described, load_into
 from optforge.artifact.table import ties
 from optforge.artifact.write import require_storable, room, save
 
-__all__ = ["GIVEN", "load", "load_into", "require_storable", "room", "save", "ties"]
+__all__ = ["GIVEN", "Described", "load", "load_described", "load_into", "require_storable", "room", "save", "ties"]

@@ -24,7 +24,8 @@ from optforge.artifact.layout import FORMAT_VERSION, GIVEN, NAME, PREVIOUS
 from optforge.artifact.table import Alias, Entry, assign
 from optforge.cache import sha256_of
 from optforge.errors import ModelError, Problem
-from optforge.spec import Json
+from optforge.models.base import Loaded
+from optforge.spec import Json, Run
 from optforge.transforms.base import Context, Phase, Receipt, Touched, Transform
 
 STEP_KEYS = ("use", "after", "before", "keep")
@@ -42,16 +43,32 @@ def load(run_dir: Path | str, *, compile: bool = False, trust: bool = False, dev
         ModelError: the artifact is missing, truncated, changed, of a newer format, or does not fit its model.
         TrustError: its run names code of the user's own and `trust` is not set.
     """
+    described = load_described(run_dir, trust=trust, device=device)
+    if compile:
+        _compile(described.loaded.module, described.saved, torch.device(device or "cpu"))
+    return described.loaded.module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A loaded artifact and what its run says of it."""
+
+    run: Run
+    loaded: Loaded
+    """The optimized module, uncompiled, with what the model's source knows without its weights."""
+    saved: _Saved
+
+
+def load_described(run_dir: Path | str, *, trust: bool = False, device: torch.device | str | None = None) -> Described:
+    """The optimized model of a run, uncompiled, together with the run. Raises as `load`."""
     from optforge import config
 
     saved = _Saved.read(_artifact_folder(Path(run_dir)))
     saved.require_described()
     run = config.run_from_yaml(saved.checked("run.yaml"), trust=trust)
-    place = torch.device(device or "cpu")
-    module = saved.fill(run.model.source.skeleton().module, place)
-    if compile:
-        _compile(module, saved, place)
-    return module
+    loaded: Loaded = run.model.source.skeleton()
+    loaded.module = saved.fill(loaded.module, torch.device(device or "cpu"))
+    return Described(run=run, loaded=loaded, saved=saved)
 
 
 def load_into(model: nn.Module, run_dir: Path | str, *, compile: bool = False, device: torch.device | str | None = None) -> nn.Module:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from optforge import __version__, atomic
-from optforge.artifact.layout import FORMAT_VERSION, NAME, PREVIOUS
+from optforge.artifact.layout import FORMAT_VERSION, NAME
 from optforge.artifact.table import Table, table
 from optforge.cache import sha256_of
 from optforge.progress import Progress, SilentProgress
@@ -52,21 +50,12 @@ def save(
     """
     stored = table(model)
     facts = {"verdict": verdict, "receipts": [dict(receipt) for receipt in receipts]}
-    needed = room(stored.nbytes) + len(run_yaml)
-    target, temporary = folder / NAME, folder / f".{NAME}{atomic.TEMPORARY}{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        recover(folder)
-        atomic.remove_stale(folder, NAME)
-        if atomic.free_bytes(folder) < needed:
-            raise atomic.cannot_write(target, needed, OSError("no space left on the volume"))
-        temporary.mkdir()
-        manifest = _write(temporary, stored, run_yaml, facts, progress or SilentProgress())
-        _replace(temporary, target)
-    except (OSError, SafetensorError) as error:
-        raise atomic.cannot_write(target, needed, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    needed, target = room(stored.nbytes) + len(run_yaml), folder / NAME
+    with atomic.folder(target, needed) as temporary:
+        try:
+            manifest = _write(temporary, stored, run_yaml, facts, progress or SilentProgress())
+        except SafetensorError as error:
+            raise atomic.cannot_write(target, needed, error) from error
     return _summary(target, stored, manifest, receipts, ties_before)
 
 
@@ -85,7 +74,7 @@ def require_storable(model: nn.Module) -> None:
 
 
 def _write(folder: Path, stored: Table, run_yaml: str, facts: Mapping[str, Json], progress: Progress) -> dict[str, Json]:
-    """Writes and flushes every file of an artifact into `folder`; returns its manifest, which holds `facts` too."""
+    """Writes every file of an artifact into `folder`; returns its manifest, which holds `facts` too."""
     tensors = {name: dataclasses.asdict(entry) for name, entry in stored.entries.items()}
     shards = list(_shards(stored.tensors))
     with progress.stage("saving the artifact", total=len(shards)):
@@ -106,10 +95,6 @@ def _write(folder: Path, stored: Table, run_yaml: str, facts: Mapping[str, Json]
         "tensors": tensors,
     }
     (folder / "artifact.json").write_text(json.dumps(manifest, indent=1, allow_nan=False), encoding="utf-8")
-    for path in folder.iterdir():
-        with path.open("rb") as file_handle:
-            os.fsync(file_handle.fileno())
-    atomic.sync_folder(folder)
     return manifest
 
 
@@ -125,23 +110,6 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         names.append(name)
         size += nbytes
     yield names
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Renames `temporary` to `target`. A full folder cannot be renamed over, so the old one steps aside first."""
-    previous = target.with_name(PREVIOUS)
-    if target.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        os.rename(target, previous)
-    os.rename(temporary, target)
-    atomic.sync_folder(target.parent)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """Puts the old artifact back where a kill between the two renames left it aside."""
-    if (folder / PREVIOUS).exists() and not (folder / NAME).exists():
-        os.rename(folder / PREVIOUS, folder / NAME)
 
 
 def _summary(
