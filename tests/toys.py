@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optforge.calibrate.samples import Taken
 from optforge.spec import Hardware
 from optforge.transforms.base import Context
 
@@ -19,6 +20,18 @@ GPU = Hardware(name="gpu", backend="nvidia", arch="sm_90")
 def context(step: str = "step", example: Any = None, **fields: Any) -> Context:
     """A planning context on the CPU profile."""
     return Context(step=step, target=CPU, device=CPU, example=example, **fields)
+
+
+class FixedSamples:
+    """Samples of a run that are given by hand, for steps that calibrate."""
+
+    reason_against = None
+
+    def __init__(self, examples: list[Any]) -> None:
+        self.examples = examples
+
+    def take(self, count: int, *, tokens: int, step: str) -> Taken:
+        return Taken(examples=self.examples[:count], bad=[], source="a test")
 
 
 class TinyAttention(nn.Module):

@@ -95,11 +95,11 @@ def to_e8m0(largest: Tensor, dtype: str) -> Tensor:
     """The scale of MX blocks whose largest absolute values are given (fp32): the power of two at or below it, divided by that of
     the element's largest value, as its exponent + 127 in uint8.
 
-    fp32's exponent has the same bias, so its bits are the code. A block of zeros, or one that is too small, gets the smallest scale;
-    one that holds NaN or Inf gets NaN, lest saturation hide it.
+    fp32's exponent has the same bias, so its bits are the code. A block of zeros, or one that is too small, gets 2^-126, the
+    smallest normal float, since a device may take a subnormal one for 0; one that holds NaN or Inf gets NaN, lest saturation hide it.
     """
     exponent = (largest.view(torch.int32) >> 23) & 0xFF
-    code = (exponent - LARGEST_EXPONENT[dtype]).clamp(min=0)
+    code = (exponent - LARGEST_EXPONENT[dtype]).clamp(min=1)
     return torch.where(exponent == 0xFF, 0xFF, code).to(torch.uint8)
 
 

@@ -23,8 +23,26 @@ from optforge.transforms.quantize import GROUP_SIZES, Activation, Misfit, Quanti
 from optforge.transforms.quantize import verify as checks
 
 SCHEMES = list(SchemeName)
-LIMIT = {"int8_weight": 0.01, "int8_dynamic": 0.015, "int4_weight": 0.12, "fp8_weight": 0.04, "fp8_dynamic": 0.06}
-"""Largest relative error of one product on normal numbers; rounding alone gives 0.006, 0.009, 0.09, 0.026 and 0.037."""
+LIMIT = {
+    "int8_weight": 0.01,
+    "int8_dynamic": 0.015,
+    "int8_static": 1.0,
+    "int4_weight": 0.12,
+    "fp8_weight": 0.04,
+    "fp8_dynamic": 0.06,
+    "fp8_static": 0.06,
+    "fp8_block_weight": 0.04,
+    "fp8_block": 0.06,
+    "mxfp8_weight": 0.05,
+    "mxfp8": 0.07,
+    "mxfp4_weight": 0.16,
+    "mxfp4": 0.23,
+    "nvfp4_weight": 0.14,
+    "nvfp4": 0.19,
+}
+"""Largest relative error of one product on normal numbers. Rounding alone gives 0.006, 0.009, 0.09, 0.026 and 0.037 for the first
+that are not static, 0.026 and 0.037 in fp8 blocks, 0.03 and 0.042 in mxfp8, 0.115 and 0.163 in mxfp4, 0.094 and 0.133 in nvfp4. A
+static scheme without calibration takes steps of 1 (here, where nothing is calibrated)."""
 
 
 def quantize(model: nn.Module, scheme: str = "int8_weight", **fields: Any) -> Receipt:
@@ -166,7 +184,8 @@ def test_b11_conv1d_is_quantized_like_the_equal_linear(scheme: SchemeName) -> No
     receipt = quantize(conv, scheme.name)
     quantize(linear, scheme.name)
     assert torch.equal(conv(x), linear(x)) and relative(conv(x), expected) < LIMIT[scheme.name]
-    assert conv[0].weight_scale.shape[0] == 16, "a scale per output channel, not per input"
+    if "block" not in scheme.name:
+        assert conv[0].weight_scale.shape[0] == 16, "a scale per output channel, not per input"
     fresh = nn.Sequential(Conv1D(64, 16)).to("meta")
     Quantize(scheme=scheme).replay(fresh, receipt)
     fresh.load_state_dict(conv.state_dict(), assign=True)
@@ -370,8 +389,9 @@ def test_b33_a_wrongly_stored_weight_fails_the_step(scheme: SchemeName) -> None:
     checks.verify_storage(linear, original, "0", "weights")
     with pytest.raises(StepError, match="further from its weight than rounding explains"):
         checks.verify_storage(linear, original.roll(1, 0), "0", "weights")
-    linear.weight_scale.data[5] = float("inf")
-    with pytest.raises(StepError, match=r"0\.weight_scale holds values that are not finite"):
+    no_number = float("inf") if linear.weight_scale.is_floating_point() else {"mx": 0xFF, "nv": 0x7F}[scheme.name[:2]]
+    linear.weight_scale.data[0] = no_number
+    with pytest.raises(StepError, match=r"not finite"):
         checks.verify_storage(linear, original, "0", "weights")
 
 
