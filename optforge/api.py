@@ -16,6 +16,7 @@ from optforge.errors import ConfigError, OutOfMemory, OutputError, Problem
 from optforge.measure.mode import evaluating
 from optforge.models.base import as_example
 from optforge.models.given import GivenModel
+from optforge.plan.make import later
 from optforge.progress import Progress
 from optforge.spec import Part, Report, Run
 from optforge.transforms.base import Context, Receipt
@@ -103,6 +104,7 @@ def apply(
                 seed=run.seed,
                 example=workload.example(source.live(), device),
                 samples=Samples.of(run, source.live()),
+                later=later([one.step for one in plan.steps], planned.name),
                 limits=run.recipe.limits,
             )
             receipts[planned.name] = planned.step.transform.apply(model, ctx)

@@ -6,7 +6,7 @@ the run will do and not an estimate of it. Every problem found is raised togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -121,6 +121,12 @@ class Plan:
         return self._bounds[id(graph)]
 
 
+def later(steps: Sequence[Step], name: str) -> tuple[str, ...]:
+    """The kinds of the steps after the one of that name."""
+    names = [step.name for step in steps]
+    return tuple(step.kind for step in steps[names.index(name) + 1 :])
+
+
 def _selected(planned: PlannedStep) -> dict[str, Json]:
     receipt = planned.receipt
     return {
@@ -182,9 +188,9 @@ class _Planner:
         self.example = workload.example(loaded, torch.device("meta"))
         before = weight_bytes(loaded.module)
         graph = self._trace() if sized else Graph()
-        steps = self._missing_compiler([self._lowered(step, graph) for step in ordered.steps])
+        self.steps = self._missing_compiler([self._lowered(step, graph) for step in ordered.steps])
         planned: list[PlannedStep] = []
-        for step, requested in steps:
+        for step, requested in self.steps:
             problems = list(step.transform.check(self._context(step)))
             self.problems.extend(problems)
             if not problems:
@@ -241,6 +247,7 @@ class _Planner:
             uses_cache=self.run.workload.source.uses_cache,
             seed=self.run.seed,
             example=self.example,
+            later=later([one for one, _ in self.steps], step.name),
             limits=self.run.recipe.limits,
         )
 

@@ -44,6 +44,16 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """How a recipe compiles."""
+
+    call: Callable[[Sequence[nn.Module]], None]
+    """Compiles modules of one structure in place; they share programs."""
+    options: Mapping[str, Json]
+    """What decides the result, as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Context:
     """What a step may know about the run it is part of."""
 
@@ -63,15 +73,19 @@ class Context:
     """Arguments of one small forward pass, on the model's device (meta while planning)."""
     samples: Samples | None = None
     """What a step may calibrate on; None while planning, and where there is no data (an artifact is loaded)."""
+    reference: nn.Module | None = None
+    """The model as loaded, where it is at hand; shares what no step has replaced, and must not be changed."""
     tell: Tell | None = None
     """Is told the title of what takes long within a step, and the fraction of it that is done."""
+    later: tuple[str, ...] = ()
+    """The kinds of the steps after this one, in the order in which they run."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """The recipe's limits on quality."""
-    once: Callable[[nn.Module], Any] | None = None
-    """One pass of the workload by a module with the interface of this model, uncompiled; None while planning, and where nothing is
-    timed."""
-    compile: Callable[[Sequence[nn.Module]], None] | None = None
-    """Compiles modules of one structure in place as the recipe's compile step would; None where it has none."""
+    once: Callable[[nn.Module], Callable[[], Any]] | None = None
+    """Makes the workload ready for a module with the interface of this model, and returns one pass of it as a call; None while
+    planning, and where nothing is timed."""
+    compile: Compiler | None = None
+    """Compiles single layers as the recipe's compile step would; None where it has none."""
 
     @property
     def planning(self) -> bool:
