@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from optforge.measure import compare
 from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.measure.utilization import mbu, mfu
 from optforge.models.base import Tell
-from optforge.plan.make import Plan, PlannedStep, nothing_changed
+from optforge.plan.make import Plan, PlannedStep, later, nothing_changed
 from optforge.share import alias
 from optforge.spec import Measure, Measurement
-from optforge.transforms.base import Context, Phase, Receipt
+from optforge.transforms.base import Compiler, Context, Phase, Receipt
 from optforge.workloads.base import Work
 
 
@@ -70,27 +70,38 @@ class Rows:
             seed=run.seed,
             example=self.example,
             samples=self.samples,
+            reference=self.baseline,
             tell=self.tell,
+            later=later([planned.step for planned in self.plan.steps], step),
             limits=run.recipe.limits,
             once=self._once,
-            compile=self._compile_alike if self.plan.compile is not None else None,
+            compile=self._compiler(),
         )
 
-    def _once(self, module: nn.Module) -> Any:
-        """One pass of the workload by a tree that need not be on the device yet."""
+    def _once(self, module: nn.Module) -> Callable[[], Any]:
+        """One pass of the workload by `module`, as a call; its prompt, if it has one, is run here."""
         self.work.ready(module)
-        with torch.no_grad():
-            return self.work.once(module)
 
-    def _compile_alike(self, modules: Sequence[nn.Module]) -> None:
-        """Compiles modules of one structure as the recipe's compile step compiles a block."""
-        assert self.plan.compile is not None, "the context offers this only beside a compile step"
-        chosen = getattr(self.plan.compile.step.transform, "options", CompileOptions)()
-        shared = Family()
-        for module in modules:
-            # CUDA graphs hold addresses: modules that shared a program would record it anew for each
-            family = Family() if chosen.mode == "reduce-overhead" else shared
-            self.plan.backend.compile(module, replace(chosen, family=family))
+        def call() -> Any:
+            with torch.no_grad():
+                return self.work.once(module)
+
+        return call
+
+    def _compiler(self) -> Compiler | None:
+        """Compiles as the recipe's compile step compiles a block."""
+        if self.plan.compile is None:
+            return None
+        options: CompileOptions = getattr(self.plan.compile.step.transform, "options", CompileOptions)()
+
+        def call(modules: Sequence[nn.Module]) -> None:
+            shared = Family()
+            for module in modules:
+                # CUDA graphs hold addresses: modules that shared a program would record it anew for each
+                family = Family() if options.mode == "reduce-overhead" else shared
+                self.plan.backend.compile(module, replace(options, family=family))
+
+        return Compiler(call=call, options={"engine": options.engine, "mode": options.mode, **options.options})
 
     def fresh(self, steps: Sequence[PlannedStep] = ()) -> tuple[nn.Module, list[Applied]]:
         """A new tree over the baseline's tensors with `steps` applied in order."""
