@@ -22,7 +22,8 @@ SMALL = 1024
 
 REASONS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Embedding, LOOKED_UP),
-    (nn.modules.conv._ConvNd, "a convolution: only linear layers are quantized"),
+    (nn.Conv2d, "a convolution, which is no target of the step (targets: [Linear, Conv2d])"),
+    (nn.modules.conv._ConvNd, "a convolution that is not Conv2d, which no scheme stores"),
 )
 
 

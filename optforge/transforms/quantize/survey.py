@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from optforge.errors import PlanError, Problem
+from optforge.kernels.convolutions import hands_on
 from optforge.kernels.linears import Quantized
 from optforge.measure.size import nbytes, weight_bytes
 from optforge.select import original_name, select
@@ -20,8 +21,9 @@ from optforge.select import original_name, select
 if TYPE_CHECKING:
     from optforge.transforms.quantize import Quantize
 
-OUT_IN, IN_OUT = "out_in", "in_out"
-"""How a layer stores its weight: [N, K] as `nn.Linear`, or [K, N] as GPT-2's Conv1D."""
+OUT_IN, IN_OUT, CONV2D, EMBEDDING = "out_in", "in_out", "conv2d", "embedding"
+"""How a layer stores its weight: [N, K] as `nn.Linear`, [K, N] as GPT-2's Conv1D, [N, ...] of which all but N are inputs, or a row for
+each index."""
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,7 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
         PlanError: see `Quantize.apply`.
     """
     ignore = [*options.ignore, *options.ignore_extra]
-    chosen = select(model, _targets(model, options.targets), ignore, step=step, eligible=_is_linear)
+    chosen = select(model, _targets(model, options.targets), ignore, step=step, eligible=_has_weight)
     refused = _refused(chosen.chosen, step)
     result = Survey(ignored=chosen.ignored, unmatched=chosen.unmatched, policy=options.tied.name, total_bytes=weight_bytes(model))
     readers = _read_by_others(model)
@@ -62,12 +64,14 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
             continue
         weight = _weight(module)
         partners = [other for other in shared[id(weight)] if other != name]
+        if layout_of(module) == EMBEDDING and options.tied.name == "both" and not chosen.chosen.keys().isdisjoint(partners):
+            continue  # the head's storage serves it
         reason = readers.get(id(module)) or _misfit(module, options) or _tie(model, partners, options.tied.name)
         if reason:
             result.skipped[name] = reason
             continue
         result.layers[name] = module
-        result.layouts[name] = IN_OUT if _is_conv1d(module) else OUT_IN
+        result.layouts[name] = layout_of(module)
         if partners:
             result.ties[name] = partners
     problems = [*dict.fromkeys(refused.values()), *_groups(result, options, step)]
@@ -86,7 +90,14 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
 def out_in(module: nn.Module, layout: str) -> Tensor:
     """A layer's weight as [N, K]."""
     weight = _weight(module).detach()
-    return weight.t() if layout == IN_OUT else weight
+    return weight.t() if layout == IN_OUT else weight.flatten(1) if layout == CONV2D else weight
+
+
+def layout_of(module: nn.Module) -> str:
+    """How a layer that has one of the four layouts stores its weight."""
+    if isinstance(module, nn.Conv2d | nn.Embedding):
+        return CONV2D if isinstance(module, nn.Conv2d) else EMBEDDING
+    return IN_OUT if _is_conv1d(module) else OUT_IN
 
 
 def _targets(model: nn.Module, targets: list[str]) -> list[str]:
@@ -99,8 +110,8 @@ def _targets(model: nn.Module, targets: list[str]) -> list[str]:
     return [target for target in targets if target in classes] or targets
 
 
-def _is_linear(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
+def _has_weight(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -172,17 +183,35 @@ def _read_by_others(model: nn.Module) -> dict[int, str]:
 def _misfit(module: nn.Module, options: Quantize) -> str | None:
     """Why this layer cannot be stored or multiplied under the scheme, apart from group sizes."""
     weight = _weight(module)
-    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+    if _forwards_otherwise(module):
         return f"its class {type(module).__name__} has a forward of its own"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "it renormalizes its rows in place (max_norm)"
+    if reason := _unstorable(weight):
+        return reason
+    multiplied = options.scheme.name in ("fp8_dynamic", "fp8_static") and not isinstance(module, nn.Conv2d | nn.Embedding)
+    if multiplied and (weight.shape[0] % 16 or weight.shape[1] % 16):
+        return f"its weight is {_shape(weight)}, not a multiple of 16 both ways, which the fp8 product needs"
+    return None
+
+
+def _unstorable(weight: Tensor) -> str | None:
+    """Why there is nothing to round in this tensor."""
     if weight.numel() == 0:
         return f"it has no elements: its weight is {_shape(weight)}"
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not a floating-point dtype to round from"
     if type(weight.data) is not Tensor:
         return f"its weight is a {type(weight.data).__name__}, a tensor with a representation of its own"
-    if options.scheme.name == "fp8_dynamic" and (weight.shape[0] % 16 or weight.shape[1] % 16):
-        return f"its weight is {_shape(weight)}, not a multiple of 16 both ways, which the fp8 product needs"
     return None
+
+
+def _forwards_otherwise(module: nn.Module) -> bool:
+    """Whether a subclass does something else with its weight than the class that is replaced."""
+    if isinstance(module, nn.Conv2d):
+        return not hands_on(type(module))
+    base = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+    return isinstance(module, base) and type(module).forward is not base.forward
 
 
 def _tie(model: nn.Module, partners: list[str], policy: str) -> str | None:
