@@ -35,9 +35,14 @@ def has_grid(scheme: Scheme) -> bool:
     return scheme.granularity in GRIDS.get(scheme.weight_dtype, ())
 
 
+def walks(options: Quantize) -> bool:
+    """Whether blocks are decided one by one on samples."""
+    return options.algorithm in (Algorithm.gptq, Algorithm.awq) or options.smooth is not None
+
+
 def needs_data(options: Quantize) -> bool:
     """Whether the step runs calibration samples."""
-    return options.algorithm in (Algorithm.gptq, Algorithm.awq) or options.smooth is not None or SCHEMES[options.scheme.name].static
+    return walks(options) or SCHEMES[options.scheme.name].static
 
 
 def check(options: Quantize, ctx: Context) -> Iterator[Problem]:

@@ -159,7 +159,7 @@ def _of_group(block: Block, call: Example, before: Flow, group: tuple[str, ...],
             return f"{path}, which reads the same inputs, cannot be scaled: it is quantized already or shares its weight"
     x = before.inputs[group[0]]
     columns = x.shape[-1]
-    for path in reversed([path for path in before.norms if modules[path]._parameters["weight"].numel() == columns]):  # type: ignore[union-attr]  # is_norm saw it
+    for path in reversed([path for path in before.norms if modules[path]._parameters["weight"].numel() == columns]):
         if before.norms[path] is x and not _holds_any(modules[path], shared):
             for kind in (NORM, NORM_FROM_ONE):
                 fold = Fold(source=path, kind=kind, start=0, stop=columns, readers=group)
@@ -242,31 +242,50 @@ def _random(size: int, device: torch.device) -> Tensor:
     return torch.exp2(torch.randint(-1, 3, (size,), generator=torch.Generator().manual_seed(size)).float()).to(device)
 
 
-def multiplied(module: nn.Module, fold: Fold, factors: Tensor) -> dict[str, Tensor]:
-    """The parameters of a fold's source with its channels multiplied by `factors`, in their own dtypes."""
-    weight = module._parameters["weight"]
-    assert weight is not None
+def multiplied(module: nn.Module, fold: Fold, factors: Tensor, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The parameters of a fold's source with its channels multiplied by `factors`, in their own dtypes; `own` in place of its own."""
+    weight, bias = _weight_and_bias(module, own)
     if fold.kind == ROWS:
         whole = torch.ones(weight.shape[1 if _transposed(module) else 0], device=weight.device)
         whole[fold.start : fold.stop] = factors
-        return scaled(module, outputs=whole)
+        return scaled(module, outputs=whole, own=own)
     one = 1.0 if fold.kind == NORM_FROM_ONE else 0.0
     result = {"weight": ((weight.float() + one) * factors - one).to(weight.dtype)}
-    bias = module._parameters.get("bias")
     return result if bias is None else {**result, "bias": (bias.float() * factors).to(bias.dtype)}
 
 
-def scaled(module: nn.Module, *, inputs: Tensor | None = None, outputs: Tensor | None = None) -> dict[str, Tensor]:
+def carried(module: nn.Module, fold: Fold, tensors: Mapping[str, Tensor], scales: Tensor, own: Mapping[str, Tensor] | None) -> Tensor:
+    """What the channels are really divided by once a norm's weight is rounded to its dtype, fp32; `scales` for anything else.
+
+    With these the layers behind the norm make up for its rounding exactly.
+    """
+    if fold.kind == ROWS:
+        return scales
+    one = 1.0 if fold.kind == NORM_FROM_ONE else 0.0
+    old, new = _weight_and_bias(module, own)[0].float() + one, tensors["weight"].float() + one
+    found = old / new
+    return torch.where(found.isfinite() & (found > 0), found, scales)
+
+
+def scaled(
+    module: nn.Module, *, inputs: Tensor | None = None, outputs: Tensor | None = None, own: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The parameters of a linear with its input columns [K] and output rows [N] multiplied, in their own dtypes."""
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
+    weight, bias = _weight_and_bias(module, own)
     values = weight.float()
     for factors, dim in ((inputs, 1), (outputs, 0)):
         if factors is not None:
-            across = dim == 1 ^ _transposed(module)
+            across = (dim == 1) != _transposed(module)
             values = values * (factors[None, :] if across else factors[:, None])
     result = {"weight": values.to(weight.dtype)}
     return result if bias is None or outputs is None else {**result, "bias": (bias.float() * outputs).to(bias.dtype)}
+
+
+def _weight_and_bias(module: nn.Module, own: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    held = dict(module._parameters) | dict(own or {})
+    weight = held["weight"]
+    assert weight is not None
+    return weight.detach(), held.get("bias")
 
 
 def _transposed(module: nn.Module) -> bool:

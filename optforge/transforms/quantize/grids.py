@@ -7,6 +7,7 @@ stored in the same format.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,9 +61,7 @@ class Grid:
         if self.scale.shape[1] == 1:
             return self.scale, self.zero
         size = group_size(self.scheme, self.columns)
-        scale, zero = (
-            None if each is None else each.repeat_interleave(size, dim=1)[:, : self.columns] for each in (self.scale, self.zero)
-        )
+        scale, zero = (None if each is None else each.repeat_interleave(size, dim=1)[:, : self.columns] for each in (self.scale, self.zero))
         assert scale is not None
         return scale, zero
 
@@ -102,7 +101,11 @@ class Grid:
             offset = rounding.INT4_BIAS if zero is None else zero
             stored = (torch.round(steps).clamp(-7, 7) if zero is None else torch.round(steps)) + offset
             kept = None if self.zero is None else self.zero.to(torch.uint8)
-            return {"weight": rounding.pack_int4(stored.clamp(0, 15).to(torch.uint8)), "weight_scale": self.scale, "weight_zero_point": kept}
+            return {
+                "weight": rounding.pack_int4(stored.clamp(0, 15).to(torch.uint8)),
+                "weight_scale": self.scale,
+                "weight_zero_point": kept,
+            }
         if self.scheme.weight_dtype == "fp8":
             return {"weight": rounding.to_fp8(steps, self.fmt).view(torch.uint8), "weight_scale": self.scale}
         values = torch.round(steps).clamp(-127, 127).to(torch.int8)
@@ -127,6 +130,20 @@ class Solved:
     @property
     def stored(self) -> Stored:
         return self.grid.store(self.weight)
+
+    def part(self, start: int, stop: int) -> Solved:
+        """Some rows."""
+        return replace(self, grid=self.grid.part(start, stop), weight=self.weight[start:stop])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Solved]) -> Solved:
+        """The rows of several weights of one scheme as those of one; the largest damping and the first failure are kept."""
+        first = parts[0].grid
+        zeros = [part.grid.zero for part in parts if part.grid.zero is not None]
+        grid = replace(first, scale=torch.cat([part.grid.scale for part in parts]), zero=torch.cat(zeros) if zeros else None)
+        used = [part.damping for part in parts if part.damping is not None]
+        failed = next((part.failed for part in parts if part.failed is not None), None)
+        return cls(grid=grid, weight=torch.cat([part.weight for part in parts]), damping=max(used, default=None), failed=failed)
 
 
 def error(change: Tensor, gram: Tensor) -> Tensor:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from optforge.errors import StepError
-from optforge.kernels.formats import FORMATS, format_for
-from optforge.kernels.linears import quantize_, share_
+from optforge.kernels.formats import FORMATS, Fp8Format, format_for
+from optforge.kernels.linears import quantize_, scheme_of, share_
 from optforge.kernels.quantized import Quantized
 from optforge.measure.size import nbytes
 from optforge.spec import Scheme
 from optforge.transforms.base import Context, Receipt, Touched
+from optforge.transforms.quantize import hqq
+from optforge.transforms.quantize.algorithms import Algorithm, walks
+from optforge.transforms.quantize.calibrated import calibrate
 from optforge.transforms.quantize.ranges import static_scales
 from optforge.transforms.quantize.survey import IN_OUT, Survey, out_in
-from optforge.transforms.quantize.verify import verify_product, verify_storage
+from optforge.transforms.quantize.verify import verify_decided, verify_product, verify_storage
 
 if TYPE_CHECKING:
     from optforge.transforms.quantize import Quantize
@@ -26,28 +29,30 @@ def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, 
     """Quantizes `found.layers` in place and says what changed."""
     fmt = format_for(ctx.target)
     receipt = Receipt(total_bytes=found.total_bytes, skipped=found.skipped, ignored=found.ignored, unmatched=found.unmatched)
-    scales, unseen, notes = static_scales(model, found.layers, scheme, fmt, options, ctx)
-    receipt.notes += notes
-    for name, reason in unseen.items():
-        found.leave(name, reason)
-    shapes: set[tuple[int, ...]] = set()
+    sizes = {name: nbytes(out_in(module, found.layouts[name])) for name, module in found.layers.items()}
+    rounding = _Rounding(scheme, fmt, options, ctx.step)
+    if walks(options) and not ctx.planning and not next(model.parameters()).is_meta:
+        carriers = _calibrated(model, found, options, ctx, receipt)
+    else:
+        carriers = {}
+        rounding.scales, unseen, notes = static_scales(model, found.layers, scheme, fmt, options, ctx)
+        receipt.notes += notes
+        for name, reason in unseen.items():
+            found.leave(name, reason)
     for name, module in found.layers.items():
-        weight = out_in(module, found.layouts[name])
-        before = nbytes(weight)
-        linear = quantize_(module, weight, scheme, fmt, step=ctx.step, input_scales=scales.get(name))
-        if not weight.is_meta:
-            verify_storage(linear, weight, name, ctx.step)
-            if tuple(weight.shape) not in shapes:
-                verify_product(linear, weight.dtype, name, ctx.step)
-                shapes.add(tuple(weight.shape))
-        receipt.touched.append(_touched(name, linear, before, found.layouts[name]))
-        receipt.kernels[linear.operator] = receipt.kernels.get(linear.operator, 0) + 1
-        for partner in _share(model, linear, found.ties.get(name, []), found.policy):
+        layer = module if isinstance(module, Quantized) else rounding.apply(name, module, found.layouts[name])
+        receipt.touched.append(_touched(name, layer, sizes[name], found.layouts[name]))
+        receipt.kernels[layer.operator] = receipt.kernels.get(layer.operator, 0) + 1
+        for partner in _share(model, layer, found.ties.get(name, []), found.policy):
             receipt.touched.append(
                 Touched(name=partner, what=f"{scheme.name}, one weight with {name}", dtypes=_dtypes(model.get_submodule(partner)))
             )
         if name in found.ties and found.policy == "untie":
             receipt.notes.append(f"{name} was tied to {', '.join(found.ties[name])} and no longer is: the model now holds both weights")
+    for name, readers in carriers.items():
+        if name not in found.layers:
+            local = ", ".join(reader.rpartition(".")[2] for reader in readers)
+            receipt.touched.append(Touched(name=name, what=f"carries the scales of {local}", dtypes=_dtypes(model.get_submodule(name))))
     receipt.bytes_before = sum(touched.bytes_before for touched in receipt.touched)
     receipt.bytes_after = sum(touched.bytes_after for touched in receipt.touched)
     receipt.decisions = {
@@ -61,6 +66,44 @@ def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, 
     if found.ties:
         _forget_tie(model)
     return receipt
+
+
+class _Rounding:
+    """Decides layers one by one, without calibration: to nearest, or by hqq."""
+
+    def __init__(self, scheme: Scheme, fmt: Fp8Format, options: Quantize, step: str) -> None:
+        self.scheme, self.fmt, self.options, self.step = scheme, fmt, options, step
+        self.scales: dict[str, dict[str, Tensor]] = {}
+        """Of the inputs of a static scheme's layers."""
+        self.shapes: set[tuple[int, ...]] = set()
+        """Of the layers whose product was tried."""
+
+    def apply(self, name: str, module: nn.Module, layout: str) -> Quantized:
+        weight = out_in(module, layout)
+        own = scheme_of(module, self.scheme)
+        robust = self.options.algorithm is Algorithm.hqq and own.weight_dtype == "int4" and not weight.is_meta
+        solved = hqq.solve(weight, own, self.fmt) if robust else None
+        stored = solved.stored if solved is not None else None
+        layer = quantize_(module, weight, self.scheme, self.fmt, step=self.step, stored=stored, input_scales=self.scales.get(name))
+        if weight.is_meta:
+            return layer
+        if solved is not None:
+            verify_decided(layer, solved.weight, name, self.step)
+        else:
+            verify_storage(layer, weight, name, self.step)
+        if tuple(weight.shape) not in self.shapes:
+            verify_product(layer, weight.dtype, name, self.step)
+            self.shapes.add(tuple(weight.shape))
+        return layer
+
+
+def _calibrated(model: nn.Module, found: Survey, options: Quantize, ctx: Context, receipt: Receipt) -> dict[str, list[str]]:
+    """Quantizes what samples reach; modules that carry scales now, with the layers that read them."""
+    outcome = calibrate(model, found, options, ctx)
+    receipt.notes += outcome.notes
+    for name in outcome.unreached:
+        found.leave(name, "no calibration sample reaches it, so nothing is known of its inputs (uncalibrated: keep)")
+    return outcome.carriers
 
 
 def rebuild(model: nn.Module, decisions: dict[str, Any]) -> None:

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from optforge.calibrate.statistics import Columns, Gram
 from optforge.kernels.formats import Fp8Format
 from optforge.spec import Scheme
 from optforge.transforms.quantize import gptq, hqq
@@ -22,35 +21,61 @@ from optforge.transforms.quantize.grids import Grid, Solved
 class Inputs:
     """What is remembered of a layer's inputs: their second moments, and how large each column is."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
-        self.gram, self.columns = Gram(columns, device), Columns(columns, device)
+    def __init__(self, columns: int, groups: int, device: torch.device) -> None:
+        self.grams = torch.zeros(groups, columns, columns, dtype=torch.float32, device=device)
+        self.sizes = torch.zeros(columns, dtype=torch.float64, device=device)
+        self.low, self.high = torch.zeros(columns, device=device), torch.zeros(columns, device=device)
+        self.rows = 0
 
     def add(self, x: Tensor) -> None:
-        """x [..., K]."""
-        self.gram.add(x)
-        self.columns.add(x)
+        """x [groups, rows, K], any float dtype: a linear has one group, a grouped convolution inputs of its own in each."""
+        if not x.shape[1]:
+            return
+        rows = x.float()
+        self.grams.baddbmm_(rows.transpose(1, 2), rows)
+        flat = rows.flatten(0, 1)
+        self.sizes += flat.abs().sum(0)
+        torch.minimum(self.low, flat.amin(0), out=self.low)
+        torch.maximum(self.high, flat.amax(0), out=self.high)
+        self.rows += rows.shape[1]
 
     @property
     def known(self) -> Known:
-        return Known(
-            gram=self.gram.matrix, absolute=self.columns.mean_absolute, largest=self.columns.largest.clone(), rows=self.gram.rows
-        )
+        count = max(self.rows, 1)
+        absolute = (self.sizes / (count * len(self.grams))).float()
+        return Known(grams=self.grams / count, absolute=absolute, low=self.low, high=self.high, rows=self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Statistics of a layer's inputs, fp32: mean of x xT [K, K]; mean and largest absolute value of each column [K]."""
+    """Statistics of a layer's inputs, fp32: the mean of x xT of each group [groups, K, K]; of each column [K] the mean absolute value
+    and the range, which always holds 0."""
 
-    gram: Tensor
+    grams: Tensor
     absolute: Tensor
-    largest: Tensor
+    low: Tensor
+    high: Tensor
     rows: int
     """How many inputs they are of; 0: no sample reached the layer."""
 
+    @property
+    def gram(self) -> Tensor:
+        """[K, K], of a layer whose outputs all read the same inputs."""
+        assert len(self.grams) == 1
+        return self.grams[0]
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest absolute value of each column."""
+        return torch.maximum(-self.low, self.high)
+
+    def group(self, at: int) -> Known:
+        return replace(self, grams=self.grams[at : at + 1])
+
     def divided(self, scales: Tensor) -> Known:
         """Of the inputs divided by `scales` [K]."""
-        gram = self.gram / scales[:, None] / scales[None, :]
-        return Known(gram=gram, absolute=self.absolute / scales, largest=self.largest / scales, rows=self.rows)
+        grams = self.grams / scales[:, None] / scales[None, :]
+        return replace(self, grams=grams, absolute=self.absolute / scales, low=self.low / scales, high=self.high / scales)
 
 
 def solve(

@@ -21,11 +21,11 @@ LARGEST_ERROR = {"int8": 0.03, "fp8": 0.08, "fp4": 0.3, None: 0.02}
 """Activation dtype -> largest relative error of a product in the Frobenius norm, about twice what normal inputs give."""
 
 
-def verify_storage(layer: Quantized, original: Tensor, name: str, step: str) -> None:
-    """
+def verify_finite(layer: Quantized, name: str, step: str) -> Tensor:
+    """The weight that the storage stands for.
+
     Raises:
-        StepError: a stored number is not finite, or a weight is further from its original than half a step of rounding
-            (a whole step where a zero point is rounded too).
+        StepError: a stored number is not finite.
     """
     for key, tensor in layer.stored():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -33,6 +33,28 @@ def verify_storage(layer: Quantized, original: Tensor, name: str, step: str) -> 
     found = layer.dequantize()
     if not bool(found.isfinite().all()):
         raise StepError(f"step {step}: the stored weight of {name} holds values that are not finite")
+    return found
+
+
+def verify_decided(layer: Quantized, values: Tensor | None, name: str, step: str) -> None:
+    """Holds the storage against the values that an algorithm chose, which need not be the nearest ones; None where they are not known.
+
+    Raises:
+        StepError: a stored number is not finite, or the storage stands for other values.
+    """
+    found = verify_finite(layer, name, step)
+    if values is not None and not torch.allclose(found, values, rtol=1e-4, atol=1e-6 * float(values.abs().max())):
+        off = float((found - values).abs().max())
+        raise StepError(f"step {step}: {name} is stored {off:.3g} away from the values that were decided for it")
+
+
+def verify_storage(layer: Quantized, original: Tensor, name: str, step: str) -> None:
+    """
+    Raises:
+        StepError: a stored number is not finite, or a weight is further from its original than half a step of rounding
+            (a whole step where a zero point is rounded too).
+    """
+    found = verify_finite(layer, name, step)
     original = original.float()
     excess = (found - original).abs() - _bound(layer, original) * SLACK
     if bool((excess > 0).any()):
