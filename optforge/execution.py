@@ -22,7 +22,7 @@ from optforge.models.base import Loaded, Tell
 from optforge.plan.make import Plan, PlannedStep
 from optforge.progress import Progress
 from optforge.record import Record
-from optforge.rows import Applied, Rows, verify
+from optforge.rows import Applied, Rows, sparsity, verify
 from optforge.spec import Measure, Measurement, QualityResult, Ratio, StepReport
 
 LOWEST_COMPILED_SQNR_DB = 10.0
@@ -194,6 +194,7 @@ class Execution:
         self.applied.append(applied)
         verify(module, self.applied)
         step = self._step_report(planned, applied)
+        step.sparsity = sparsity(module, self.applied)
         self.report.steps.append(step)
         step.quality = self._quality(module, planned.name)
         step.measured = self._timed(module, planned.name)
@@ -239,6 +240,7 @@ class Execution:
                 self.report.steps.append(step)
             if self.applied:
                 last = self.report.steps[-1]
+                last.sparsity = sparsity(module, self.applied)
                 last.quality = self._quality(module, "all steps")
                 last.measured = self._timed(module, "all steps")
                 self._compare(last, verdicts.goal_ratio(self.goal, last.measured, self._reference_measurement))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from optforge.compiling import Family
 from optforge.errors import PlanError, StepError
 from optforge.measure import compare
 from optforge.measure.size import nbytes, tensors, weight_bytes
+from optforge.measure.sparsity import Zeros, filled, share, zeros
 from optforge.measure.utilization import mbu, mfu
 from optforge.models.base import Tell
 from optforge.plan.make import Plan, PlannedStep, later, nothing_changed
@@ -37,6 +38,8 @@ class Applied:
     planned: PlannedStep
     receipt: Receipt
     seconds: float
+    zeros: dict[str, Zeros] = field(default_factory=dict)
+    """Of each layer whose weights it pruned: where they are zero, which every later step must keep."""
 
 
 class Rows:
@@ -123,7 +126,8 @@ class Rows:
         if planned.phase is not Phase.COMPILE and self.on_device:
             self.work.ready(module)
         self.plan.backend.synchronize()
-        return Applied(planned=planned, receipt=receipt, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Applied(planned=planned, receipt=receipt, seconds=seconds, zeros=zeros(module, receipt.decisions.get("zeros", ())))
 
     def compile(self, module: nn.Module) -> Applied | None:
         """Applies the recipe's compile step, if it has one, on top of whatever the tree is now."""
@@ -193,18 +197,54 @@ def _only_in(reference: nn.Module, module: nn.Module) -> int:
 
 
 def verify(module: nn.Module, applied: Sequence[Applied]) -> None:
-    """Reads the dtypes of every touched module again and holds them against the receipts.
+    """Reads the dtypes of every touched module again and holds them, and the zeros of pruned layers, against the receipts.
 
     Raises:
-        StepError: a parameter is not what the last step that touched it left.
+        StepError: a parameter is not what the last step that touched it left; or a pruned weight is no longer zero.
     """
     expected: dict[tuple[str, str], tuple[str, str]] = {}
     for one in applied:
-        gone = {name for names in one.receipt.renamed.values() for name in names}
-        expected = {key: found for key, found in expected.items() if key[0] not in gone}
+        expected = {(new, key[1]): found for key, found in expected.items() if (new := _moved(key[0], one.receipt)) is not None}
         for touched in one.receipt.touched:
             expected.update({(touched.name, tensor): (dtype, one.planned.name) for tensor, dtype in touched.dtypes.items()})
     for (name, tensor), (dtype, step) in expected.items():
         found = str(getattr(module.get_submodule(name), tensor).dtype).removeprefix("torch.")
         if found != dtype.removeprefix("torch."):
             raise StepError(f"step {step}: {name}.{tensor} should be {dtype} and is {found}: a later step changed it in silence")
+    lost = filled(module, _pruned(applied))
+    if lost:
+        name, (count, all_of) = next(iter(lost.items()))
+        what = f"{count:,} of {all_of:,} pruned weights of {name} are no longer zero"
+        raise StepError(f"step {applied[-1].planned.name}: {what}: a step after the pruning filled them ({len(lost)} layers)")
+
+
+def sparsity(module: nn.Module, applied: Sequence[Applied]) -> float | None:
+    """Exact zeros as a share of the weights of all layers that a step pruned; None where none did."""
+    return share(module, _pruned(applied))
+
+
+def _pruned(applied: Sequence[Applied]) -> dict[str, Zeros]:
+    """The zeros that must still be there, under the names that their layers have by now. A step that takes rows or columns out
+    of a layer takes zeros with them, so that layer's are not followed any further."""
+    kept: dict[str, Zeros] = {}
+    for one in applied:
+        kept = {new: found for name, found in kept.items() if (new := _moved(name, one.receipt)) is not None}
+        if "outputs" in one.receipt.decisions:
+            for touched in one.receipt.touched:
+                kept.pop(touched.name, None)
+        kept.update(one.zeros)
+    return kept
+
+
+def _moved(name: str, receipt: Receipt) -> str | None:
+    """What a module is called after a step; None where it is there no more, or is now a part of another."""
+
+    def within(path: str) -> bool:
+        return name == path or name.startswith(f"{path}.")
+
+    if any(within(path) for path in receipt.decisions.get("gone", ())):
+        return None
+    for new, old in receipt.renamed.items():
+        if any(within(path) for path in old):
+            return new + name[len(old[0]) :] if len(old) == 1 else None
+    return name

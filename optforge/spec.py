@@ -295,6 +295,8 @@ class StepReport:
     without: Ratio | None = None
     """leave_one_out: how many times better the whole recipe is with this step than without it."""
     quality: QualityResult | None = None
+    sparsity: float | None = None
+    """Exact zeros as a share of the weights of the layers that were pruned by then; None where none was."""
     kept: bool = True
     predicted: dict[str, Json] | None = None
 

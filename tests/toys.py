@@ -39,17 +39,17 @@ class TinyAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_dim = heads, width // heads
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        q, k, v = (p(x).view(batch, tokens, self.heads, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        batch, tokens, _ = x.shape
+        q, k, v = (p(x).view(batch, tokens, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 
 
 class TinyMLP(nn.Module):

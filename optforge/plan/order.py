@@ -26,6 +26,8 @@ class Order:
 REFUSED: dict[tuple[str, str], str] = {
     ("quantize", "prune"): "a mask cannot reach weights that are already quantized",
     ("shard", "quantize"): "sharded weights cannot be quantized: shard must be the last weight transform",
+    ("quantize", "heal"): "weights that are already quantized have no gradient",
+    ("shard", "heal"): "sharded weights cannot be healed: shard must be the last weight transform",
     ("shard", "prune"): "sharded weights cannot be pruned: shard must be the last weight transform",
     ("shard", "shard"): "one step decides the whole mesh: write its degrees together, as in use: shard/mesh",
     ("shard", "fuse"): "sharded weights cannot be fused: shard must be the last weight transform",
@@ -84,21 +86,26 @@ def _unknown(steps: Sequence[Step]) -> list[Problem]:
 
 
 def _refused(steps: Sequence[Step]) -> list[Problem]:
-    problems = []
-    for index, later in enumerate(steps):
-        for earlier in steps[:index]:
-            why = REFUSED.get((earlier.kind, later.kind))
-            if why:
-                problems.append(
-                    Problem(
-                        where=f"steps {earlier.name} and {later.name}",
-                        what=f"{later.kind} is written after {earlier.kind}: {why}",
-                        fix=f"write {later.name} before {earlier.name}"
-                        if later.kind != earlier.kind
-                        else f"drop one, '~steps.{later.name}'",
-                    )
-                )
-    return problems
+    """Pairs that are written the wrong way round; one that `after` or `before` puts right is no mistake."""
+    meant = set(_constraints(steps))
+    return [
+        Problem(
+            where=f"steps {earlier.name} and {later.name}",
+            what=f"{later.kind} is written after {earlier.kind}: {why}",
+            fix=_corrected(steps, earlier, later),
+        )
+        for index, later in enumerate(steps)
+        for earlier in steps[:index]
+        if (why := REFUSED.get((earlier.kind, later.kind))) and (later.name, earlier.name) not in meant
+    ]
+
+
+def _corrected(steps: Sequence[Step], earlier: Step, later: Step) -> str:
+    """What to write in the recipe, and what to type where it cannot be changed."""
+    if later.kind == earlier.kind:
+        return f"drop one, '~steps.{later.name}'"
+    right = ", ".join(step.name for step in sorted(steps, key=phase))
+    return f"write {later.name} before {earlier.name} ({right}), or type steps.{later.name}.before=[{earlier.name}]"
 
 
 def _against_phases(steps: Sequence[Step]) -> list[Problem]:

@@ -90,7 +90,7 @@ def _steps(report: Report) -> str:
                 row.verdict or "",
             )
         )
-    return table(head, lines)
+    return "\n\n".join(part for part in (table(head, lines), _bullets(view.zeros(report))) if part)
 
 
 def _quality(report: Report) -> str:

@@ -271,6 +271,15 @@ def _bound(side: str, name: str, bound: float) -> str:
     return f"{words} {figures.named(name, bound)}"
 
 
+def zeros(report: Report) -> list[str]:
+    """What is left of pruning after each step."""
+    return [
+        f"after {step.name}: {step.sparsity:.1%} of the weights in pruned layers are exactly zero"
+        for step in report.steps
+        if step.sparsity is not None
+    ]
+
+
 def energy_per_token_j(measured: Measurement | None) -> float | None:
     """Joules per token; `energy_j` is that of one call, and a call's tokens are its throughput times its time."""
     if measured is None or measured.energy_j is None or measured.tokens_per_s is None:

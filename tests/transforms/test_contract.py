@@ -30,7 +30,9 @@ from optforge.share import alias, on_meta
 from optforge.spec import Hardware
 from optforge.transforms.base import Context, Receipt, Touched, Transform
 
-OPTIONS = [option.name for option in options("transform")]
+MEASURED = ("quantize/auto",)
+"""What they do depends on what they measure in a run: tests/transforms/test_choose.py holds them to the same."""
+OPTIONS = [option.name for option in options("transform") if option.name not in MEASURED]
 GPU = Hardware(name="h100", backend="nvidia", arch="sm_90")
 """A target that has what every option asks for; the device stays the CPU."""
 
@@ -55,7 +57,7 @@ def toy(use: str) -> tuple[nn.Module, Tensor]:
     """A model that the option changes, and its input. Widths are multiples of the largest group size."""
     if use == "fuse/conv_bn":
         return tiny_cnn(), torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    model = tiny_lm(width=128, heads=4, tied=False)
+    model = tiny_lm(width=128, heads=4, layers=4 if use == "prune/layers" else 2, tied=False)
     return (model.bfloat16() if use == "precision/fp32" else model), token_ids()
 
 
@@ -76,14 +78,14 @@ def case(request: pytest.FixtureRequest) -> Case:
     original, example = toy(request.param)
     model = alias(original)
     with torch.no_grad():
-        receipt = transform.apply(model, around(example, backend=CpuBackend()))
+        receipt = transform.apply(model, around(example, backend=CpuBackend(), reference=original))
     for module in model.modules():
         lift_(module)
     return Case(transform=transform, original=original, model=model, example=example, receipt=receipt)
 
 
 def test_every_registered_kind_has_an_option() -> None:
-    assert {name.split("/", maxsplit=1)[0] for name in OPTIONS} == set(registry.names("transforms"))
+    assert {name.split("/", maxsplit=1)[0] for name in OPTIONS} == set(registry.kinds())
 
 
 def test_it_is_a_frozen_transform(case: Case) -> None:
@@ -115,7 +117,12 @@ def test_it_is_written_as_strict_json(case: Case) -> None:
 def test_names_are_kept_or_renamed_as_declared(case: Case) -> None:
     names = {name for name, _ in case.model.named_modules()}
     assert all(original_name(name) == name for name in names)
-    assert {name for name, _ in case.original.named_modules()} <= names, "the model's own code still finds every module"
+    gone = set(case.receipt.decisions.get("gone", ()))
+    there = {name for name, _ in case.original.named_modules()}
+    if gone:  # as many layers fewer, numbered anew
+        assert len([name for name in there - names if name.count(".") == 1]) == len(gone)
+        return
+    assert there <= names, "the model's own code still finds every module"
     added = names - {name for name, _ in case.original.named_modules()}
     assert added <= set(case.receipt.renamed)
     before, after = set(case.original.state_dict()), set(case.model.state_dict())
@@ -147,10 +154,19 @@ def test_meta_gives_the_same_structure_and_sizes(case: Case) -> None:
     model = on_meta(case.original)
     receipt = case.transform.apply(model, around(case.example.to("meta")))
     assert all(parameter.is_meta for parameter in model.parameters())
-    case.receipt.notes = [note for note in case.receipt.notes if not note.startswith("calibrated on")]
-    assert dataclasses.asdict(receipt) == dataclasses.asdict(case.receipt)
+    assert foreseeable(receipt) == foreseeable(case.receipt)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in case.model.state_dict().items()}
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()} == expected
+
+
+def foreseeable(receipt: Receipt) -> dict[str, object]:
+    """A receipt without what only values tell: figures of samples, and which of a model's layers matter least."""
+    known = dataclasses.asdict(receipt)
+    known["notes"] = [note for note in receipt.notes if " samples " not in note and not note.startswith("block influence")]
+    if "gone" in receipt.decisions:
+        known["renamed"] = len(receipt.decisions["gone"])
+        known["decisions"] = {key: value for key, value in receipt.decisions.items() if key not in ("gone", "removed")}
+    return known
 
 
 def test_a_second_time_is_refused_or_changes_nothing(case: Case) -> None:
@@ -170,8 +186,8 @@ def test_a_second_time_is_refused_or_changes_nothing(case: Case) -> None:
 def test_the_output_stays_near_the_original(case: Case) -> None:
     before, after = run(case.original, case.example).double(), run(case.model, case.example).double()
     assert after.isfinite().all()
-    # 4 bits on random weights lose a good part; anything wired wrongly is off by more than the signal itself
-    assert (after - before).norm() / before.norm() < 0.5
+    # 4 bits on random weights lose a good part, half of the weights more; anything wired wrongly is off by more than the signal itself
+    assert (after - before).norm() / before.norm() < (1.0 if case.transform.kind == "prune" else 0.5)
 
 
 def test_copies_compute_the_same(case: Case) -> None:

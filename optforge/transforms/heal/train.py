@@ -92,7 +92,7 @@ def _heal(model: nn.Module, parameters: dict[str, nn.Parameter], options: Heal, 
     examples = [to(example, device) for example in taken.examples]
     loss = _Loss(options, ctx, device)
     trained = full(parameters) if options.method.name == "full" else lora(parameters, options.rank, ctx.seed)
-    learn, held = examples[: -options.held_out], examples[-options.held_out :]
+    learn, held = examples[options.held_out :] or examples, examples[: options.held_out]
     with evaluating(model):
         before = _mean_loss(model, trained, held, loss)
         with torch.enable_grad():

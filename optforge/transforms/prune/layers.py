@@ -50,7 +50,7 @@ def apply(model: nn.Module, options: Prune, ctx: Context) -> Receipt:
         notes += [note, f"block influence of those removed: {told}; of those kept at least {_least(found, free, removed)}"]
     indices = [list(blocks).index(name) for name in removed]
     total, before = weight_bytes(model), weight_bytes(model.get_submodule(path))
-    decisions: dict[str, Json] = {"step": ctx.step, "stack": path, "layers": len(blocks), "removed": indices}
+    decisions: dict[str, Json] = {"step": ctx.step, "stack": path, "layers": len(blocks), "removed": indices, "gone": removed}
     replay(model, decisions)
     after = weight_bytes(model.get_submodule(path))
     require_running(model, "layers", ctx)
