@@ -6,7 +6,6 @@ that the blocks of a decoder no longer share one compiled graph and each is comp
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import os
@@ -21,6 +20,7 @@ import psutil
 import torch
 
 from optforge import toolchain
+from optforge.backends import malloc
 from optforge.backends.base import Candidate, CompileOptions, Profile
 from optforge.compiling import compile_, lift_
 from optforge.errors import PlanError, Problem
@@ -74,12 +74,13 @@ class CpuBackend:
 
     @contextmanager
     def session(self, seed: int) -> Iterator[None]:
-        """Threads on physical cores, seeded, without gradients; everything is as it was afterwards."""
+        """Threads on physical cores, freed memory kept, seeded, without gradients; everything is as it was afterwards."""
         threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(torch.no_grad())
             stack.enter_context(_inductor_compiler())
+            stack.enter_context(malloc.kept())
             stack.callback(torch.set_float32_matmul_precision, precision)
             stack.callback(torch.set_num_threads, threads)
             torch.set_num_threads(physical_threads())
@@ -117,9 +118,7 @@ class CpuBackend:
 
     def free(self) -> None:
         gc.collect()
-        trim = _malloc_trim()
-        if trim is not None:
-            trim(0)
+        malloc.trim()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         refused = ("not enough memory", "can't allocate memory")
@@ -152,6 +151,7 @@ class CpuBackend:
             "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]  # torch ships it untyped
             "compiler": compiler.version,
             "governor": _governor(),
+            "malloc": malloc.described(),
             "process_memory_counter": self._peak.method,
         }
 
@@ -195,14 +195,6 @@ def _inductor_compiler() -> Iterator[None]:
 
     with config.patch({"cpp.cxx": (None, found)}):
         yield
-
-
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim, or None under another C library."""
-    if platform.system() != "Linux":
-        return None
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
 
 
 def _memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

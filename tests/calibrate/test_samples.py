@@ -86,7 +86,7 @@ def test_bad_samples_are_counted_and_left_out_or_refused(monkeypatch: pytest.Mon
     batches = [torch.full((1, 4), float(index)) for index in range(4)]
     batches[1][0, 2], batches[3][0, 0] = float("nan"), float("inf")
     name = _factory(monkeypatch, batches)
-    with pytest.raises(DataError, match=r"2 of 4 .* sample 1, 3"):
+    with pytest.raises(DataError, match=r"2 of 4 .*sample 1, 3"):
         _samples("image_classifier", factory=name).take(4, tokens=1, step="weights")
     taken = _samples("image_classifier", factory=name, max_bad_fraction=0.5).take(4, tokens=1, step="weights")
     assert taken.bad == [1, 3] and [float(args[0][0, 0]) for args, _ in taken.examples] == [0.0, 2.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from optforge.backends.cpu import CpuBackend
 from optforge.measure.machine import attention, convolutions, elementwise, peaks, products, survey
 from optforge.measure.machine import point as names
-from optforge.measure.machine.case import Case, cache_bytes, copies
+from optforge.measure.machine.case import Case, again, cache_bytes, copies, flows
 from optforge.measure.machine.clock import HostClock
 from optforge.measure.machine.point import Overheads, Peaks, Point
 from optforge.plan import graph, kinds
@@ -69,11 +70,24 @@ def test_causal_attention_counts_the_half_that_is_needed() -> None:
     assert case.bytes == 2 * 64 * 64 * (9 + 3 + 3 + 9)
 
 
-def test_weights_are_cycled_until_the_cache_cannot_hold_them_and_activations_are_not() -> None:
+def test_weights_are_cycled_until_the_cache_cannot_hold_them_and_small_activations_are_not() -> None:
     case = product(1, 576, 576)
     assert copies(case, 32 * 1024**2, most=1000) * case.cold == pytest.approx(3 * 32 * 1024**2, rel=0.01)
-    assert copies(next(convolutions.convolutions(CPU)), 32 * 1024**2) == 1
+    small, *_ = convolutions.convolutions(CPU, (1,))
+    large, *_ = convolutions.convolutions(CPU, (32,))
+    assert [flows(each, CPU) for each in (case, small, large)] == [False, False, True]
+    assert not flows(large, torch.device("cuda"))
+    assert copies(large, 32 * 1024**2) * large.bytes == pytest.approx(3 * 32 * 1024**2, rel=0.05)
     assert cache_bytes(CPU) > 2**18
+
+
+def test_each_call_of_a_cycle_has_tensors_of_its_own_in_the_same_layout() -> None:
+    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    calls = again([partial(torch.mul, x, 2.0)], 3)
+    tensors = [call.args[0] for call in calls]  # type: ignore[attr-defined]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+    assert all(torch.equal(tensor, x) and tensor.stride() == x.stride() for tensor in tensors)
+    assert len(again([lambda: None], 3)) == 1
 
 
 class Seen(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 Eager PyTorch runs each as a kernel of its own. Inductor merges neighbours, so the merged forms that decoders and classifiers
 end in are compiled here as small functions of their own and measured whole; their points bear the name `fused`. What they
-read was just written by the layer before, so nothing is cycled.
+read was just written by the layer before; what is too large to wait in a core's own cache is cycled through (see `case.flows`).
 """
 
 from __future__ import annotations
@@ -126,6 +126,10 @@ def fused(device: torch.device) -> Iterator[Case]:
         yield from _Fused(REDUCTION, "int8", _swiglu_int8, (TWICE,), 5).cases(device, width, many)
     for width in (4096, 2048) if cuda else (576, 3072):
         yield from _Fused(POINTWISE, "bf16", _dequantize, (FP32_ROWS, SCALES, SCALES, CHANNELS), 6).cases(device, width, many)
+    if not cuda:  # there int8 products end in fp32, and what follows begins with their scales
+        norm = (FP32_ROWS, SCALES, SCALES, CHANNELS, BF16_ROWS, CHANNELS)
+        yield from _Fused(REDUCTION, "int8", _dequantize_norm_int8, norm, 9).cases(device, 576, many)
+        yield from _Fused(POINTWISE, "bf16", _dequantize_swiglu, (FP32_TWICE, SCALES, SCALES, BOTH), 10).cases(device, 1536, many)
     for dtype, rows in (("fp32", FP32_ROWS), ("bf16", BF16_ROWS)):
         program = _Fused(POINTWISE, dtype, _residual, (rows, rows), 3 * torch_dtype(dtype).itemsize)
         yield from program.cases(device, 144, (784, 3136, 25088, 100352))
@@ -147,8 +151,9 @@ def choices(device: torch.device) -> Iterator[Case]:
 
 Input = tuple[str, torch.dtype]
 BF16_ROWS, FP32_ROWS, TWICE = ("rows", torch.bfloat16), ("rows", torch.float32), ("twice", torch.bfloat16)
+FP32_TWICE, BOTH = ("twice", torch.float32), ("both", torch.float32)
 SCALES, CHANNELS = ("scales", torch.float32), ("channels", torch.bfloat16)
-"""What an input of a merged kernel looks like: [rows, width], [rows, 2 width], [rows, 1] or [width]."""
+"""What an input of a merged kernel looks like: [rows, width], [rows, 2 width], [rows, 1], [width] or [2 width]."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ class _Fused:
             )
 
     def _make(self, program: Callable[..., Any] | None, rows: int, width: int, device: torch.device, copies: int) -> list[Call]:
-        shapes = {"rows": (rows, width), "twice": (rows, 2 * width), "scales": (rows, 1), "channels": (width,)}
+        shapes = {"rows": (rows, width), "twice": (rows, 2 * width), "scales": (rows, 1), "channels": (width,), "both": (2 * width,)}
         tensors = [random(shapes[shape], dtype, device) for shape, dtype in self.inputs]
         if program is None:
             torch._dynamo.reset()  # programs of one function are limited in number, and beyond it the function runs eagerly
@@ -219,6 +224,15 @@ def _swiglu_int8(x: Tensor) -> tuple[Tensor, ...]:
 def _dequantize(sums: Tensor, scale: Tensor, offset: Tensor, weight_sum: Tensor) -> Tensor:
     """What follows an int8 product."""
     return (sums * scale + offset * weight_sum).bfloat16()
+
+
+def _dequantize_swiglu(sums: Tensor, scale: Tensor, offset: Tensor, weight_sum: Tensor) -> Tensor:
+    return _swiglu(_dequantize(sums, scale, offset, weight_sum))
+
+
+def _dequantize_norm_int8(*operands: Tensor) -> tuple[Tensor, ...]:
+    *product, residual, weight = operands
+    return _norm_int8(_dequantize(*product), residual, weight)
 
 
 def _residual(x: Tensor, y: Tensor) -> Tensor:

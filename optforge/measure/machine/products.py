@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optforge.kernels import fp8_weight, int4_weight, int8_dynamic, int8_weight
-from optforge.measure.machine.case import Case, random, warm
+from optforge.measure.machine.case import FLOWING, Case, random, warm
 from optforge.measure.machine.clock import Call
 from optforge.measure.machine.point import PRODUCT
 from optforge.pretrained import torch_dtype
@@ -148,7 +148,8 @@ class _Layer:
 
         def make(copies: int) -> list[Call]:
             x, weight = random((m, k), x_dtype, self.device), random((n, k // packing), w_dtype, self.device)
-            return [partial(call, x, weight.clone()) for _ in range(copies)]
+            flowing = self.device.type == "cpu" and x.nbytes > FLOWING
+            return [partial(call, x.clone() if flowing else x, weight.clone()) for _ in range(copies)]
 
         return Case(
             kind=PRODUCT,

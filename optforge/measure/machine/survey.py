@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from optforge.measure.machine import attention, convolutions, elementwise, overheads, peaks, products
-from optforge.measure.machine.case import Case, cache_bytes, copies
+from optforge.measure.machine.case import Case, again, cache_bytes, copies, flows
 from optforge.measure.machine.clock import Call, Clock, HostClock, Timed, clock_for
-from optforge.measure.machine.point import CONVOLUTION, POINTWISE, REDUCTION, Overheads, Peaks, Point
+from optforge.measure.machine.point import Overheads, Peaks, Point
 
 Tell = Callable[[str], Any]
 LONGEST_S = {"cpu": 0.15, "cuda": 0.03}
@@ -23,9 +23,6 @@ MOST_BYTES = {"cpu": 1.5e9, "cuda": 1.2e10}
 """Cases that hold more memory are left out."""
 NOISY, USELESS = 0.3, 1.0
 """Spread above which a point is measured again, and above which it is left out if it still spreads so."""
-NEW_PAGES = 6e7
-"""On a CPU, elementwise cases and convolutions that touch more bytes are left out: glibc maps results above 32 MB anew for every call, and
-filling new pages takes many times as long as the operator. Compiled programs reuse their memory."""
 LEAST_SHARE = 0.25
 """On a CPU a point whose work is less than this share of its time is left out: the rest is the launch, and its noise."""
 SMALLEST_SHARE = 0.02
@@ -121,10 +118,8 @@ class _Surveyor:
         """The point, or why there is none."""
         if (refused := self._refused(case)) is not None:
             return refused
-        room = MOST_BYTES[self.device.type] - case.bytes - case.extra
-        many = min(copies(case, self.cache), max(1, int(room // max(case.cold, 1))))
         try:
-            timed = self._timed(self._spaced(case, case.make(many)), self.clock if case.captures else HostClock(device=self.device))
+            timed = self._timed(self._spaced(case, self._calls(case)), self.clock if case.captures else HostClock(device=self.device))
         except (RuntimeError, NotImplementedError) as error:  # an operator that this build or device lacks is said, the rest is measured
             return str(error).strip().splitlines()[0]
         if timed.spread > USELESS:
@@ -144,11 +139,17 @@ class _Surveyor:
             spread=timed.spread,
         )
 
+    def _calls(self, case: Case) -> list[Call]:
+        """The calls of a cycle, each on operands of its own as far as a model's would be."""
+        flowing = flows(case, self.device)
+        if not case.cold and not flowing:
+            return case.make(1)
+        room = MOST_BYTES[self.device.type] - case.bytes - case.extra
+        many = min(copies(case, self.cache), max(1, int(room // max(case.cold or case.bytes, 1))))
+        return again(case.make(1), many) if flowing else case.make(many)
+
     def _refused(self, case: Case) -> str | None:
         """Why a case is not measured at all, or None."""
-        cpu = self.device.type == "cpu"
-        if cpu and case.kind in (POINTWISE, REDUCTION, CONVOLUTION) and case.bytes > NEW_PAGES:
-            return "its tensors are so large that the system hands out new pages for every call"
         if (ideal := self._ideal(case)) > LONGEST_S[self.device.type]:
             return f"would take {ideal:.2g} s at the peak"
         if case.bytes + case.extra > MOST_BYTES[self.device.type]:
