@@ -121,6 +121,13 @@ def test_a_shared_device_is_noted() -> None:
     assert any("something else used the device" in note for note in gate(run(environment=environment), "weight_bytes <= +1%").notes)
 
 
+def test_runs_that_shared_their_device_are_left_out_where_others_remain() -> None:
+    shared = run(candidate=1.4, environment={**json.loads(INT8.read_text())["environment"], "contended": True})
+    found = gate(run(candidate=1.2), "latency_ms.p50 <= +5%", base=[*STEADY, shared])
+    assert found.findings[0].verdict == MISSED and "1 run against 3 runs" in found.findings[0].detail
+    assert "1 of 4 baselines are left out: something else used the device during them" in found.notes
+
+
 def test_a_shared_device_widens_the_interval_of_a_time_and_of_nothing_else() -> None:
     """By hand: 10% assumed with 4 degrees of freedom, one run against one: 2.776 x 10% x 1.414 = 39% on the logarithm."""
     shared = {**json.loads(INT8.read_text())["environment"], "contended": True}

@@ -159,18 +159,6 @@ def test_what_cannot_be_measured_says_why() -> None:
     assert "must be a matrix" in str(surveyor.measured(broken))
 
 
-@pytest.mark.parametrize("kind", [names.POINTWISE, names.REDUCTION, names.CONVOLUTION])
-def test_on_a_cpu_results_above_60_mb_are_not_measured_since_every_call_would_fill_new_pages(kind: str) -> None:
-    def made(copies: int) -> list[Any]:
-        raise AssertionError("it must not be made")
-
-    large = replace(product(1, 576, 576), kind=kind, flops=0.0, bytes=6.1e7, make=made)
-    surveyor = survey._Surveyor(CPU, KNOWN)
-    assert "new pages" in str(surveyor.measured(large))
-    assert surveyor._refused(replace(large, bytes=5.9e7)) is None
-    assert surveyor._refused(replace(large, kind=names.PRODUCT)) is None, "a product's result is small beside its operands"
-
-
 def test_cases_that_run_apart_have_a_kernel_between_any_two_calls() -> None:
     ran: list[str] = []
 
