@@ -1,7 +1,7 @@
 # make run    from nothing to a report: environment, model, text, one recipe for one accelerator
 # make test   the same environment, then the tests (minutes); make test-slow runs those that need real models
 # make lint   ruff and mypy
-# make docs   the generated pages: compatibility, schemas
+# make docs   the generated pages: compatibility, schemes, schemas
 
 PYTHON ?= python3
 VENV   := .venv
@@ -30,6 +30,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m optforge.plan.compatibility docs/compatibility.md
+	$(BIN)/python -m optforge.schemes
 	$(BIN)/python -m optforge.report.schema report > docs/report.schema.json
 	$(BIN)/python -m optforge.report.schema plan > docs/plan.schema.json
 

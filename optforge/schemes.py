@@ -162,6 +162,15 @@ def runs(scheme: Scheme, hardware: Hardware) -> str:
     return NATIVE if entry.kernel else EMULATED
 
 
+def note(scheme: Scheme, hardware: Hardware) -> str | None:
+    """What a user should know of a scheme that no kernel multiplies; None where one does."""
+    if runs(scheme, hardware) != EMULATED:
+        return None
+    if scheme.activation_dtype is None:
+        return f"{scheme.name} is emulated: weights are dequantized before each product, which saves memory and no time"
+    return f"{hardware.name} has units for {scheme.name} and no kernel here uses them: it is emulated, and predicted as such"
+
+
 def has_product(scheme: Scheme, hardware: Hardware) -> bool:
     """Whether `hardware` has units that multiply what the scheme makes of weights and activations.
 
@@ -214,3 +223,18 @@ def markdown() -> str:
     """The table as docs/schemes.md holds it."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     return "\n".join([*lines, *("| " + " | ".join((f"`{row[0]}`", *row[1:])) + " |" for row in rows())]) + "\n"
+
+
+def page(text: str) -> str:
+    """docs/schemes.md with the table between its two marks renewed."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{markdown()}\n{END}{rest.partition(END)[2]}"
+
+
+BEGIN, END = "<!-- made by: python -m optforge.schemes -->", "<!-- end of what is made -->"
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    path = Path("docs/schemes.md")
+    path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-NOUNS = ("recipes", "transforms", "hardware", "models", "workloads", "backends", "data")
+NOUNS = ("recipes", "transforms", "hardware", "models", "workloads", "backends", "data", "schemes")
 """What `optforge list` can list."""
 GROUPS = ("recipe", "hardware", "model", "workload", "data")
 

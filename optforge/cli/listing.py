@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from optforge import config, registry
+from optforge import config, registry, schemes
 from optforge.cli import tables
 from optforge.cli.completion import NOUNS
 from optforge.errors import ConfigError, Problem, near
@@ -42,11 +42,24 @@ def list_command(what: str, *, as_json: bool) -> None:
     if what not in NOUNS:
         said = f"cannot list {what!r}" if what else "needs to know what to list"
         raise ConfigError(Problem(where="optforge list", what=said, fix=near(what, NOUNS) or f"type one of {', '.join(NOUNS)}"))
+    if what == "schemes":
+        _schemes(as_json=as_json)
+        return
     rows = _backends() if what == "backends" else _options(GROUPS[what])
     if as_json:
         print(json.dumps([vars(row) for row in rows], indent=2))
     else:
         tables.show([(row.name, row.description) for row in rows])
+
+
+def _schemes(*, as_json: bool) -> None:
+    """The table of docs/schemes.md, without what is stored where a person reads it: that fills the line of any terminal."""
+    found = [dict(zip(schemes.COLUMNS, row, strict=True)) for row in schemes.rows()]
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        shown = [name for name in schemes.COLUMNS if name != "storage"]
+        tables.show([shown, *([row[name] for name in shown] for row in found)])
 
 
 def _options(group: str) -> list[Row]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from optforge.errors import Problem, UserError
-from optforge.measure.utilization import CUDA_UNITS, compute_capability, has_units, peak
+from optforge.measure.utilization import CUDA_UNITS, compute_capability, peak
 from optforge.plan.graph import CAPTURED, Graph
 from optforge.plan.price import product_dtype
 from optforge.plan.roofline import predict, speedup
+from optforge.schemes import NATIVE, SCHEMES, runs
 from optforge.spec import Hardware, Json, Scheme, Step
 from optforge.transforms.base import Lowered
-from optforge.transforms.quantize import SCHEMES
 from optforge.transforms.quantize.survey import survey
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def alternatives(
     before = predict(graph, hardware, mode=mode, calibration=calibration)
     found: list[dict[str, Json]] = []
     for option, scheme in SCHEMES.items():
-        if option == asked or (scheme.activation_dtype and not has_units(hardware, scheme.activation_dtype)):
-            continue
+        if option == asked or scheme.static or runs(scheme, hardware) != NATIVE:
+            continue  # what needs data is no swap of a word, and what is emulated gains nothing
         schemes = {name: scheme for name, linear in linears.items() if _fits(linear, scheme)}
         after = predict(graph, hardware, mode=mode, schemes=schemes, calibration=calibration)
         found.append(

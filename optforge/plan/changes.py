@@ -16,8 +16,8 @@ from optforge.plan.document import Change
 from optforge.plan.graph import EMBEDDING, FORWARD, PRODUCT
 from optforge.plan.schemes import scheme_bytes
 from optforge.plan.sharding import Layout, Mesh, misfit
+from optforge.schemes import SCHEMES
 from optforge.spec import Hardware
-from optforge.transforms.quantize import SCHEMES
 
 if TYPE_CHECKING:
     from optforge.plan.memory import Stage

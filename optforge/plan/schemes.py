@@ -48,14 +48,20 @@ def _read(operators: Iterable[Operator]) -> set[int]:
 def scheme_bytes(inputs: int, outputs: int, scheme: Scheme) -> int:
     """Bytes that a linear of this shape holds under `scheme`, without its bias, as `kernels.linears` stores it.
 
-    Packed weights row by row, fp32 scales, a byte of zero point beside each scale of an asymmetric scheme, and fp32 row sums
-    where int8 activations are multiplied.
+    Packed weights row by row, their scales (fp32, or a byte each, e4m3 ones under one fp32 scale), a byte of zero point beside each
+    scale of an asymmetric scheme, fp32 row sums where int8 activations are multiplied, and what calibration found of the inputs.
     """
     weights = outputs * -(-inputs * scheme.weight_bits // 8)
-    scales = {"tensor": 1, "channel": outputs, "group": outputs * -(-inputs // (scheme.group_size or inputs))}[scheme.granularity]
+    size = scheme.group_size or inputs
+    groups = -(-inputs // size)
+    scales = {"tensor": 1, "channel": outputs, "group": outputs * groups, "block": -(-outputs // size) * groups}[scheme.granularity]
+    above = 4 if scheme.scale_dtype == "fp8" else 0
     zero_points = 0 if scheme.symmetric else scales
-    sums = 4 * outputs if scheme.activation_dtype == "int8" else 0
-    return weights + 4 * scales + zero_points + sums
+    int8 = scheme.activation_dtype == "int8"
+    inputs_scales = (8 if int8 else 4) if scheme.static else 0
+    return (
+        weights + (4 if scheme.scale_dtype == "fp32" else 1) * scales + above + zero_points + (4 * outputs if int8 else 0) + inputs_scales
+    )
 
 
 def _weight(graph: Graph, operator: Operator) -> Access | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from optforge.errors import UserError
-from optforge.kernels.formats import FORMATS
+from optforge.kernels.formats import FORMATS, OCP
 from optforge.plan import kernels as of_target
 from optforge.plan import make, memory, recorded, verdict
 from optforge.plan import xla as of_xla
@@ -117,7 +117,7 @@ def _formats(receipt: Receipt) -> Iterator[str]:
     """Which 8-bit float the target multiplies, where the step stores one: mixing the two corrupts values."""
     scheme = receipt.decisions.get("scheme")
     if isinstance(scheme, dict) and scheme.get("weight_dtype") == "fp8":
-        found = FORMATS[receipt.decisions["fp8_format"]]
+        found = FORMATS[receipt.decisions["fp8_format"]] if scheme.get("scale_dtype", "fp32") == "fp32" else OCP
         yield f"fp8 is stored as {found.name}, largest value {found.maximum:g}"
 
 

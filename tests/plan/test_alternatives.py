@@ -15,10 +15,11 @@ from optforge.plan.alternatives import alternatives, lacks, refusal
 from optforge.plan.graph import Graph
 from optforge.plan.roofline import CAPTURED, predict, speedup
 from optforge.plan.trace import trace
+from optforge.schemes import ENTRIES, SCHEMES
 from optforge.share import on_meta
 from optforge.spec import Hardware, Json, Step
 from optforge.transforms.base import Context, Lowered
-from optforge.transforms.quantize import SCHEMES, Quantize, SchemeName
+from optforge.transforms.quantize import Quantize, SchemeName
 from optforge.workloads.decode import Decode
 from optforge.workloads.prefill import Prefill
 
@@ -122,7 +123,7 @@ def test_B39_the_refusal_names_the_capability_and_the_alternatives(llama: nn.Mod
 
 
 @pytest.mark.parametrize("workload", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize("option", sorted(SCHEMES))
+@pytest.mark.parametrize("option", sorted(name for name, entry in ENTRIES.items() if entry.kernel and not entry.scheme.static))
 def test_an_alternative_is_predicted_as_the_quantized_model_itself(llama: nn.Module, option: str, workload: Workload) -> None:
     """Weight-only schemes to the byte. Dynamic ones round and scale in a few operators that the question leaves out, most of which a
     compiler merges; what differs is small beside the products."""
