@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from optforge.errors import Problem
-from optforge.schemes import ENTRIES, LACKING, SCHEMES, runs, units
+from optforge.schemes import ENTRIES, LACKING, SCHEMES, note, runs, units
 from optforge.spec import Hardware, Scheme
 from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search
 from optforge.transforms.quantize import algorithms
@@ -76,8 +76,8 @@ class Quantize:
     }
 
     scheme: SchemeName
-    """int8_weight, int4_weight, fp8_weight: stored so, multiplied in the model's dtype. int8_dynamic, fp8_dynamic:
-    activations are rounded too and the product runs in int8 or fp8."""
+    """A row of docs/schemes.md. Names that end in `_weight`: stored so, multiplied in the model's dtype; the others round activations
+    too, and the product runs in their numbers."""
     group_size: int | None = None
     """int4_weight: inputs that share a scale; null is one scale per output channel. Other schemes have one per channel."""
     symmetric: bool = True
@@ -171,7 +171,10 @@ class Quantize:
         from optforge.transforms.quantize.rewrite import rewrite
         from optforge.transforms.quantize.survey import survey
 
-        return rewrite(model, survey(model, self, ctx.step), self.to_scheme(), self, ctx)
+        scheme = self.to_scheme()
+        receipt = rewrite(model, survey(model, self, ctx.step), scheme, self, ctx)
+        receipt.notes += filter(None, [note(scheme, ctx.target)])
+        return receipt
 
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """The same layers under the same schemes, without values."""
