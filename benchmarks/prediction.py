@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from prediction_cases import Case, cpu_cases, cuda_cases, title
+from prediction_drift import Drift, Moment, between, drifted_ms
 from prediction_errors import Result, bands, markdown, number, percent, remember, statistics
 from torch import nn
 
@@ -43,13 +44,16 @@ from optforge.cli.hardware import teller
 from optforge.errors import OptForgeError
 from optforge.measure.size import nbytes, tensors, weight_bytes
 from optforge.models.base import Loaded
-from optforge.plan import calibration_file, devices, make
+from optforge.plan import calibration_file, devices, make, roofline
 from optforge.plan.calibration import Calibration, calibration_for
 from optforge.plan.document import Study
+from optforge.plan.fusion import kernels
+from optforge.plan.graph import EAGER
 from optforge.plan.make import Plan
 from optforge.plan.speed import product_dtype
 from optforge.plan.stages import stages
 from optforge.plan.study import study
+from optforge.plan.summary import alike
 from optforge.rows import Rows
 from optforge.spec import Measure, Measurement
 
@@ -63,6 +67,7 @@ class Bench:
     """Measures cases one after the other; a model that the next case needs too stays loaded."""
 
     def __init__(self, device: str, tell: Any) -> None:
+        self.drift: Drift | None = None
         self.backend = registry.get("backends", BACKENDS[device])()
         self.device, self.tell = self.backend.torch_device(), tell
         self.options = Measure(warmup=2, min_rounds=5, max_s=2.5 if device == "cuda" else 4.0, steady=0.01)
@@ -81,8 +86,11 @@ class Bench:
         for row in case.rows:
             result = _predicted(case, row, plan, predicted)
             try:
+                before = self.drift.now() if self.drift is not None else None
                 with limit(LIMIT_S):
                     self._measure(case, row, plan, result, predicted)
+                if self.drift is not None and before is not None:
+                    _tell_drift(result, plan, row, between(before, self.drift.now()))
             except (OptForgeError, RuntimeError, TimeoutError) as error:  # told in the table; the other points stand
                 result.failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
                 self._key = None
@@ -161,6 +169,19 @@ def _predicted(case: Case, row: str, plan: Plan, found: Study) -> Result:
     return result
 
 
+def _tell_drift(result: Result, plan: Plan, row: str, moment: Moment) -> None:
+    """Adds the prediction in units of the machine as it was while the point was measured."""
+    stage, calibration = list(stages(plan))[0 if row == "eager" else -1], calibration_for(plan.target)
+    eager = stage.mode == EAGER
+    listed = kernels(stage.graph, compiled=not eager, regions=stage.regions)
+    priced = alike(listed, plan.target, () if eager else stage.regions, calibration)
+    found = roofline.predict(stage.graph, plan.target, mode=stage.mode, regions=stage.regions, calibration=calibration)
+    result.drift = asdict(moment)
+    result.drifted_ms = drifted_ms(priced, stage.graph.passes, found.launch_ms or 0.0, moment)
+    if result.measured_ms:
+        result.drifted_error = result.drifted_ms / result.measured_ms - 1
+
+
 def _fill(result: Result, measured: Measurement, *, resident: int, prompt: int) -> None:
     p50, p90 = (float(measured.latency_ms[key] or 0.0) for key in ("p50", "p90"))
     result.measured_ms, result.spread, result.compile_s = p50, p90 / p50 - 1, measured.compile_time_s
@@ -230,6 +251,8 @@ def main() -> None:
     stem = options.out / f"{document['date']}_prediction_{options.device}"
     options.out.mkdir(parents=True, exist_ok=True)
     with bench.backend.session(0):
+        if options.device == "cpu" and calibration is not None:
+            bench.drift = Drift(bench.device, calibration, hardware)
         document["environment"] = environment.collect(bench.backend)
         for case in (cpu_cases if options.device == "cpu" else cuda_cases)():
             if options.only not in title(case) or time.perf_counter() - begun > budget:

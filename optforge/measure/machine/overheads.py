@@ -57,7 +57,7 @@ def overheads(device: torch.device) -> Overheads:
     """All of them, measured in about twenty seconds, most of it compiling. Call it within a backend's session."""
     x = torch.randn(1, WIDTH, device=device)
     with torch.no_grad():
-        eager = _eager(device)
+        eager = eager_operator(device)
         kernel = _slope(device, lambda count: _whole(count, device), x) / (MANY - FEW) / COMPILED_KERNELS
         region = max(0.0, _layer(device, kernel))
         captured = _captured(device) if device.type == "cuda" else 0.0
@@ -65,7 +65,7 @@ def overheads(device: torch.device) -> Overheads:
     return Overheads(eager_operator=eager, compiled_kernel=kernel, captured_kernel=captured, compiled_region=region, call=call)
 
 
-def _eager(device: torch.device) -> float:
+def eager_operator(device: torch.device) -> float:
     """Seconds of one operator of a decoder that nothing compiled; views are part of what the others cost."""
     few, many = (_decoder(count, device) for count in LAYERS)
     ids = _ids(device)
