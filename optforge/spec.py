@@ -18,6 +18,8 @@ ATTRIBUTIONS = ("prefix", "leave_one_out", "ends")
 VERDICTS = ("ok", "no_gain", "regression", "failed_quality", "failed", "oom", "incomplete")
 DTYPES = ("fp32", "fp16", "bf16")
 """Names of the dtypes that a model's weights can have before any quantization."""
+EXPORT_FORMATS = ("compressed_tensors", "huggingface", "torch_export", "aot_inductor", "onnx")
+"""Names of `export.FORMATS`, for readers of configs, which load no torch; a test holds them equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,8 @@ class Quality:
     generate: int = 32
     """New tokens of the two generations shown side by side; 0 leaves them out."""
     metric: str | None = None
-    """`package.module:callable` called as metric(model, loaded) -> float, higher is better; null for none."""
+    """`package.module:callable` called as metric(model) or metric(model, loaded); gives a number (higher is better) or named ones,
+    {"f1": 0.91, "wer": (0.12, "lower")}; null for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +193,8 @@ class Run:
     measure: Measure = Measure()
     sweep: SweepOptions = SweepOptions()
     save: bool = False
+    export: tuple[str, ...] = ()
+    """Formats that the optimized model is written in after it was measured, each checked in its own engine."""
     downgrade: str = "allow"
     reorder: str = "allow"
     require_target: bool = False
@@ -270,6 +275,9 @@ class QualityResult:
     """Norm of the outputs' difference over the norm of the baseline's outputs, for modules of no known task."""
     metric: float | None = None
     baseline_metric: float | None = None
+    """The user's own metric where it is a bare number, higher is better."""
+    metrics: dict[str, dict[str, Json]] = field(default_factory=dict)
+    """The figures that it names: name -> value, baseline and better (`higher` or `lower`)."""
     count: int | None = None
     data: str | None = None
     missed: list[str] = field(default_factory=list)
@@ -345,6 +353,8 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     nonfinite: list[str] = field(default_factory=list)
     artifact: dict[str, Json] | None = None
+    exports: list[dict[str, Json]] = field(default_factory=list)
+    """What each export.json holds, and its folder: format, files, figures of the reload check, notes."""
     environment: dict[str, Json] = field(default_factory=dict)
     command: str = ""
     settings: dict[str, Json] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from pathlib import Path
 from optforge import config, environment, preflight
 from optforge import recipe as recipes
 from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK, ConfigError, PlanError, Problem, UserError
+from optforge.measure.limits import flat
 from optforge.spec import Json, Run
 from optforge.sweep import definition, display, session, store
 from optforge.sweep.session import Session
@@ -134,7 +135,7 @@ def _written(words: Words, cwd: Path) -> list[Candidate]:
 
 def _candidate(loaded: recipes.RecipeFile, words: Words, taken: set[str]) -> Candidate:
     name = loaded.name if loaded.name not in taken else f"{loaded.name}-{len(taken)}"
-    limits = dict(words.limits.quality) or dict(loaded.limits)
+    limits = dict(words.limits.quality) or flat(loaded.limits)
     return Candidate(name=name, origin=HAND_WRITTEN, steps=loaded.steps, limits=limits, source=loaded.source)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from optforge.compare import conditions, ranking, settings
 from optforge.compare.conditions import some
 from optforge.compare.load import Entry
-from optforge.compare.metrics import HIGHER, KEYS, Metric, Values, measured, metrics, predicted, quality_metric
+from optforge.compare.metrics import HIGHER, Metric, Values, measured, metrics, own_metrics, predicted, quality_metric
 from optforge.errors import ConfigError, Problem, near
 from optforge.report import view
 from optforge.report.figures import exists
@@ -120,7 +120,7 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
 
     Args:
         entries: the runs, at least one.
-        by: the figure that ranks them, one of KEYS; None takes the goal that their recipes share, else latency.
+        by: the figure that ranks them, one of KEYS or `metric.<name>`; None takes the goal that their recipes share, else latency.
         anyway: compare also what was measured under different conditions, and say in what they differ.
         notes: what there is to know already.
 
@@ -136,9 +136,10 @@ def compare(entries: Sequence[Entry], *, by: str | None = None, anyway: bool = F
     differences = conditions.differences(own)
     if not anyway:
         conditions.refuse(differences)
-    quality = quality_metric([entry.report for entry in finished.values()])
+    reports = [entry.report for entry in finished.values()]
+    quality = quality_metric(reports)
     rows, guesses = _rows(finished, quality, conditions.groups(own, differences))
-    figures = metrics(quality)
+    figures = metrics(quality, own_metrics(reports))
     key, axes = _by(by, figures, rows or guesses), _axes(figures, rows or guesses)
     return Comparison(
         measured=_placed(rows, key, axes),
@@ -187,7 +188,8 @@ def _by(by: str | None, figures: Sequence[Metric], rows: Sequence[Row]) -> Metri
         wanted = goals.pop() if len(goals) == 1 else "latency"
         return known[wanted] if wanted in known and any(wanted in row.values for row in rows) else known["latency"]
     if by not in known:
-        raise ConfigError(Problem(where="--by", what=f"there is no figure {by!r}", fix=near(by, KEYS) or f"type one of {', '.join(KEYS)}"))
+        fix = near(by, known) or f"type one of {', '.join(known)}"
+        raise ConfigError(Problem(where="--by", what=f"there is no figure {by!r}", fix=fix))
     if rows and not any(by in row.values for row in rows):
         fix = "run with hardware.price_per_hour=PRICE" if by == "cost" else "rank by another figure"
         raise ConfigError(Problem(where="--by", what=f"no run has a figure for {by}", fix=fix))

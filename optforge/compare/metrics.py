@@ -43,6 +43,7 @@ QUALITIES = (
     Metric(key="sqnr_db", title="SQNR, dB", better=HIGHER, unit="sqnr_db"),
 )
 """What `quality` can mean; a comparison takes the first that most of its runs have."""
+OWN = "metric"
 KEYS = ("latency", "throughput", "memory", "size", "quality", "cost")
 """What `--by` and the page's axes take."""
 
@@ -65,10 +66,22 @@ def quality_metric(reports: Sequence[Report]) -> Metric:
     return QUALITIES[counts.index(max(counts))]
 
 
-def metrics(quality: Metric) -> tuple[Metric, ...]:
-    """All figures in the order of KEYS; `quality` keeps its name and answers to the key `quality`."""
+def metrics(quality: Metric, own: Sequence[Metric] = ()) -> tuple[Metric, ...]:
+    """All figures in the order of KEYS; `quality` keeps its name and answers to the key `quality`. `own` stands beside it."""
     named = Metric(key="quality", title=quality.title, better=quality.better, unit=quality.unit)
-    return (LATENCY, THROUGHPUT, MEMORY, SIZE, named, COST)
+    return (LATENCY, THROUGHPUT, MEMORY, SIZE, named, *own, COST)
+
+
+def own_metrics(reports: Sequence[Report]) -> tuple[Metric, ...]:
+    """The figures that the user's own metric names in any report, each under the key `metric.<name>`.
+
+    Where runs disagree on the direction that is better, the first says it.
+    """
+    found: dict[str, Metric] = {}
+    for report in reports:
+        for name, own in (report.quality.metrics if report.quality is not None else {}).items():
+            found.setdefault(name, Metric(key=f"{OWN}.{name}", title=name, better=str(own["better"]), unit="metric"))
+    return tuple(found.values())
 
 
 def measured(report: Report, quality: Metric) -> Values:
@@ -85,6 +98,8 @@ def measured(report: Report, quality: Metric) -> Values:
         "quality": _value(_quality(report.quality, quality)),
         "cost": _value(cost.measured(report, row)),
     }
+    if report.quality is not None:
+        found |= {f"{OWN}.{name}": _value(own["value"]) for name, own in report.quality.metrics.items()}
     return {key: value for key, value in found.items() if value is not None}
 
 

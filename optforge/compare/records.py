@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from optforge.compare.comparison import MEASURED, Comparison, Row
 from optforge.compare.load import Entry
-from optforge.compare.metrics import Value
+from optforge.compare.metrics import OWN, Value
 from optforge.report import view
 from optforge.spec import Json, Report
 
@@ -33,9 +33,9 @@ def to_csv(comparison: Comparison) -> str:
 
 def _records(comparison: Comparison) -> Iterator[dict[str, Json]]:
     for row in comparison.rows:
-        yield {**_figures(row), **_settings(comparison, row.name)}
+        yield {**_figures(row), **_own(comparison, row), **_settings(comparison, row.name)}
     for name, entry in comparison.failed:
-        nothing = dict.fromkeys(NUMBERS)
+        nothing = dict.fromkeys([*NUMBERS, *_own_keys(comparison)])
         yield {**_subject(name, "none", entry), **nothing, "reason": entry.reason, "folder": entry.path, **_settings(comparison, name)}
 
 
@@ -77,6 +77,7 @@ def _row(comparison: Comparison, row: Row) -> dict[str, Json]:
     ]
     return {
         **_figures(row),
+        **_own(comparison, row),
         "steps": steps,
         "conditions": comparison.conditions[row.name] if row.kind == MEASURED else None,
         "settings": comparison.settings[row.name],
@@ -156,6 +157,15 @@ def _figures(row: Row) -> dict[str, Json]:
 def _quality(row: Row, report: Report) -> list[Json]:
     """Quality is measured; a predicted row has none."""
     return [getattr(report.quality, key, None) if row.kind == MEASURED else None for key in QUALITY]
+
+
+def _own_keys(comparison: Comparison) -> list[str]:
+    """Figures of the user's own metric, as `metric.<name>`."""
+    return [metric.key for metric in comparison.metrics if metric.key.startswith(f"{OWN}.")]
+
+
+def _own(comparison: Comparison, row: Row) -> dict[str, Json]:
+    return {key: _plain(row.values.get(key)) for key in _own_keys(comparison)}
 
 
 def _plain(value: Value | None) -> float | None:

@@ -20,7 +20,18 @@ FIRST = ("recipe.name", "hardware", "model.name", "workload.name")
 """Keys that a name is made of before any other; their values stand alone in it, since everybody knows what they are."""
 GROUPS = ("recipe", "model", "data", "workload")
 """Chosen by name; the name is one of their settings."""
-WITHOUT = ("output_dir", "command", "fail_on", "save", "recipe.description", "recipe.source", "model.kind", "data.kind", "workload.kind")
+WITHOUT = (
+    "output_dir",
+    "command",
+    "fail_on",
+    "save",
+    "export",
+    "recipe.description",
+    "recipe.source",
+    "model.kind",
+    "data.kind",
+    "workload.kind",
+)
 """Settings that change no figure, or only repeat another one."""
 ABSENT = "-"
 MAX_VALUE = 40

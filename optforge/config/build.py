@@ -13,6 +13,7 @@ from optforge import registry, spec
 from optforge.config import paths, schema, steps
 from optforge.config.origins import COMMAND_LINE, Sources
 from optforge.errors import ConfigError, Problem, near
+from optforge.measure import limits
 from optforge.spec import Json
 
 SECTIONS = ("recipe", "model", "data", "workload", "hardware")
@@ -38,6 +39,7 @@ class Settings:
     """The keys of a run that stand alone, beside its sections."""
 
     save: bool = False
+    export: tuple[Literal["compressed_tensors", "huggingface", "torch_export", "aot_inductor", "onnx"], ...] = ()
     downgrade: Literal["allow", "forbid"] = "allow"
     reorder: Literal["allow", "forbid"] = "allow"
     require_target: bool = False
@@ -90,7 +92,7 @@ def run(tree: Mapping[str, Json], sources: Sources, *, cwd: Path, command: str =
     schema.raise_all(problems)
     resolved = _resolved(built, settings)
     origins |= {key: origins.get(key) or sources.origin(key) for key in _leaves(resolved)}
-    values = schema.plain_fields(settings) | {"fail_on": tuple(settings.fail_on)}
+    values = schema.plain_fields(settings) | {"fail_on": tuple(settings.fail_on), "export": tuple(dict.fromkeys(settings.export))}
     values["output_dir"] = str(cwd / Path(settings.output_dir).expanduser())
     measure = spec.Measure(**schema.plain_fields(built.pop("measure")))
     shared = spec.SweepOptions(**{name: getattr(sweep, name) for name in SweepOptions.__dataclass_fields__})
@@ -255,7 +257,7 @@ def _resolved(built: Mapping[str, Any], settings: Settings) -> dict[str, Json]:
             "description": recipe_.description,
             "goal": recipe_.goal,
             "steps": steps,
-            "limits": dict(recipe_.limits),
+            "limits": limits.nested(recipe_.limits),
         }
     }
     for group in ("model", "data", "workload"):

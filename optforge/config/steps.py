@@ -8,6 +8,7 @@ from optforge import registry, spec
 from optforge.config import paths, schema
 from optforge.config.origins import COMMAND_LINE, Sources, as_typed
 from optforge.errors import ConfigError, Problem, near
+from optforge.measure import limits as limits_
 from optforge.measure.limits import LIMITS
 from optforge.recipe import NAME
 from optforge.spec import GOALS, Json
@@ -89,9 +90,9 @@ def no_such_step(name: str, steps: Mapping[str, Json]) -> Problem:
 
 def _limits(node: Mapping[str, Json], sources: Sources, problems: list[Problem]) -> dict[str, float]:
     limits: dict[str, float] = {}
-    for key, value in node.items():
+    for key, value in limits_.flat(node).items():
         where = sources.where(f"recipe.limits.{key}")
-        if key not in LIMITS:
+        if key.partition(".")[0] not in LIMITS:
             problems.append(Problem(where=where, what=f"unknown limit {key!r}", fix=near(key, LIMITS) or f"known: {', '.join(LIMITS)}"))
         elif value is not None:
             try:
@@ -113,7 +114,7 @@ def step(name: str, mapping: Json, sources: Sources | None = None, origins: dict
     kind = use.split("/", 1)[0]
     file, options = _defaults(use, name, sources)
     options |= {entry: value for entry, value in mapping.items() if entry not in STEP_KEYS}
-    cls = registry.get("transforms", kind)
+    cls = registry.transform(use)
     ignored_by = _accumulate(options, mapping, name, sources)
     problems: list[Problem] = []
     transform = schema.build(cls, options, key, kind=f"transform {kind}", problems=problems, where=sources.where)

@@ -26,7 +26,7 @@ ALONE = ("compile_time_s", "energy_j")
 """Times and energies that a run takes once, so that it knows nothing of their spread."""
 ASSUMED_ALONE = 0.1
 """Standard deviation between runs assumed for those."""
-SPEEDUP, QUALITY = "speedup", "quality"
+SPEEDUP, QUALITY, METRIC = "speedup", "quality", "metric"
 
 
 def statistic(path: str) -> Callable[[Values], Values]:
@@ -79,7 +79,8 @@ def plain(report: Report, path: str) -> Figure | None:
 
 def known(report: Report) -> list[str]:
     """Every path that this report has a figure for."""
-    return sorted(path for path in {*TIMES, REFERENCE, *_paths()} if plain(report, path) is not None)
+    named = {f"{QUALITY}.{METRIC}.{name}" for name in report.quality.metrics} if report.quality is not None else set()
+    return sorted(path for path in {*TIMES, REFERENCE, *_paths(), *named} if plain(report, path) is not None)
 
 
 def _paths() -> Iterator[str]:
@@ -89,10 +90,14 @@ def _paths() -> Iterator[str]:
 
 
 def _looked_up(report: Report, path: str) -> Json:
-    """`speedup.X` and `quality.X` of the report, anything else of its optimized row."""
+    """`speedup.X` and `quality.X` of the report, anything else of its optimized row. `quality.metric.f1` is what the user's own
+    metric calls f1."""
     head, _, rest = path.partition(".")
     if head == SPEEDUP:
         return report.speedup.get(rest)
+    if head == QUALITY and rest.startswith(f"{METRIC}."):
+        named = report.quality.metrics.get(rest.partition(".")[2]) if report.quality is not None else None
+        return named["value"] if named is not None else None
     found: Json = report.quality if head == QUALITY else report.optimized
     for part in (rest if head == QUALITY else path).split("."):
         found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)

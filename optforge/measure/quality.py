@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from optforge import callables
-from optforge.measure import compare, limits, reference
+from optforge.measure import compare, limits, own, reference
 from optforge.measure.language import LanguageQuality, logits_of
 from optforge.measure.mode import evaluating
 from optforge.measure.work import compute_dtype
@@ -62,7 +61,6 @@ class QualityRun:
     """
 
     judge: Judge
-    baseline_metric: float | None
 
     def __init__(
         self,
@@ -78,11 +76,12 @@ class QualityRun:
     ) -> None:
         self.loaded, self.data_name, self.options, self.limits = loaded, data_name, options, limits
         self.reason = reason_against(loaded, data, options)
-        self.baseline, self.baseline_metric = baseline, None
-        self.metric: Callable[..., Any] | None = None
+        self.baseline = baseline
+        self.metric: own.OwnMetric | None = None
+        self.baseline_figures: own.Figures = {}
         if self.reason is None:
             self.judge = _judge(self, data, device, seed)
-            self.metric = callables.resolve(options.metric, "quality.metric") if options.metric else None
+            self.metric = own.OwnMetric(options.metric) if options.metric else None
             if baseline is None and not self._has_cached():
                 self.reason = "the baseline does not fit this device, and no earlier run has cached its outputs"
 
@@ -94,21 +93,16 @@ class QualityRun:
         """Runs the baseline over the data once."""
         self.judge.prepare()
         if self.metric is not None and self.baseline is not None:
-            self.baseline_metric = self._measure_metric(self.baseline)
+            self.baseline_figures = self.metric(self.baseline, self.loaded)
 
     def evaluate(self, module: nn.Module) -> QualityResult:
         """The figures of `module` and the limits it misses; the module is left as it was found."""
         result, broken = self.judge.evaluate(module)
         result.data = self.data_name
         if self.metric is not None:
-            result.metric, result.baseline_metric = self._measure_metric(module), self.baseline_metric
+            own.record(result, self.metric(module, self.loaded), self.baseline_figures)
         result.missed = ([broken] if broken else []) + limits.missed(result, self.limits)
         return result
-
-    def _measure_metric(self, module: nn.Module) -> float:
-        assert self.metric is not None, "no metric was configured"
-        with evaluating(module):
-            return float(self.metric(module, self.loaded))
 
 
 def _judge(run: QualityRun, data: DataSource, device: torch.device, seed: int) -> Judge:
@@ -186,8 +180,8 @@ class ModuleQuality:
         found = self._outputs(module)
         if [tensor.shape for tensor in found] != [tensor.shape for tensor in self.expected]:
             return QualityResult(count=1), "outputs have other shapes than the baseline's"
-        for expected, own in zip(self.expected, found, strict=True):
-            signal.add(expected, own)
+        for expected, one in zip(self.expected, found, strict=True):
+            signal.add(expected, one)
         broken = sum(not bool(torch.isfinite(tensor).all()) for tensor in found)
         result = QualityResult(sqnr_db=signal.sqnr_db, relative_error=signal.relative_error, count=1)
         return result, f"{broken} of {len(found)} outputs hold NaN or Inf" if broken else None

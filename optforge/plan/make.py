@@ -16,6 +16,7 @@ import torch
 from optforge import config
 from optforge.backends.base import Backend
 from optforge.errors import PlanError, Problem, UserError
+from optforge.measure.own import OwnMetric
 from optforge.measure.size import weight_bytes
 from optforge.models.base import Loaded
 from optforge.plan import alternatives, roofline
@@ -152,6 +153,9 @@ def make(run: Run, *, executes: bool = True) -> Plan:
     problems: list[Problem] = []
     _collect(problems, lambda: problems.extend(run.model.source.check()))
     _collect(problems, lambda: problems.extend(run.data.source.check()))
+    metric = run.quality.metric
+    if executes and run.quality.enabled and metric is not None:
+        _collect(problems, lambda: OwnMetric(metric))
     ordered = _collect(problems, lambda: order(run.recipe.steps, reorder=run.reorder))
     chosen = _collect(problems, lambda: choose(run.hardware, config.hardware, require_target=run.require_target))
     if problems or ordered is None or chosen is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from optforge.measure import limits as limits_
+from optforge.measure import own as own_
 from optforge.report import cost, figures
 from optforge.spec import Json, Measurement, QualityResult, Ratio, Report, StepReport
 
@@ -123,6 +125,10 @@ def quality_phrases(quality: QualityResult | None) -> list[str]:
         found.append(f"top-1 {figures.percent(-quality.top1_drop, signed=True)}")
     if not found and figures.exists(quality.agreement):
         found.append(f"{figures.percent(quality.agreement)} of answers agree")
+    for name, own in quality.metrics.items():
+        drop = own_.drop(own)
+        if drop is not None:
+            found.append(f"{name} {figures.percent(-drop, signed=True)}{' (worse)' if drop > 0 else ''}")
     return found or ["no quality figures"]
 
 
@@ -130,6 +136,19 @@ def warnings(report: Report) -> list[str]:
     """Everything to know that changes no verdict, the saved artifact's part too."""
     saved = (report.artifact or {}).get("warnings") or []
     return [*report.warnings, *(str(line) for line in saved if line not in report.warnings)]
+
+
+def exports(report: Report) -> list[str]:
+    """Each export in a line: format, size, how close it is in its own engine, folder."""
+    return [_export(record) for record in report.exports]
+
+
+def _export(record: Mapping[str, Json]) -> str:
+    check = record.get("check") or {}
+    versions = ", ".join(f"{name} {version}" for name, version in (check.get("versions") or {}).items())
+    error, allowed = (figures.significant(check.get(key) or 0) for key in ("relative_error", "allowed"))
+    checked = f"relative error {error} of {allowed} allowed in a fresh process ({versions})"
+    return f"{record.get('format')}, {figures.nbytes(record.get('bytes'))}, {checked}: {record.get('path')}"
 
 
 def reasons(report: Report) -> list[str]:
@@ -234,7 +253,17 @@ def quality_lines(quality: QualityResult | None) -> list[QualityLine]:
             found.append(
                 QualityLine(name=name + kind, baseline=before, optimized=figures.named(key, value), difference=differences.get(key, ""))
             )
-    return found
+    return [*found, *(_own_line(name, own) for name, own in quality.metrics.items())]
+
+
+def _own_line(name: str, own: Mapping[str, Json]) -> QualityLine:
+    """A figure of the user's own metric; the difference is plus where it is better."""
+    drop = own_.drop(own)
+    change = figures.percent(None if drop is None else -drop, signed=True)
+    better = "" if drop in (None, 0) else (" (better)" if drop < 0 else " (worse)")
+    before = figures.named("metric", own["baseline"])
+    label = f"{name} ({own['better']} is better)"
+    return QualityLine(name=label, baseline=before, optimized=figures.named("metric", own["value"]), difference=change + better)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +284,12 @@ def limits(report: Report) -> list[Limit]:
 
 def _limit(key: str, bound: float, quality: QualityResult | None) -> Limit:
     side, name = key.split("_", 1) if "_" in key else ("", key)
-    title = QUALITY.get(name) or name.replace("_", " ").capitalize()
-    value = getattr(quality, name, None) if quality is not None else None
+    own = name.partition(".")[2]
+    title = own or QUALITY.get(name) or name.replace("_", " ").capitalize()
+    if key.partition(".")[0] in limits_.METRICS:
+        value = limits_.value_of(quality, key) if quality is not None else None
+    else:
+        value = getattr(quality, name, None) if quality is not None else None
     text = figures.named(name, value)
     if not isinstance(value, int | float) or not figures.exists(value):
         return Limit(name=title, bound=_bound(side, name, bound), value=text, used=None, missed=False)

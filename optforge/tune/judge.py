@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 from optforge import verdicts
 from optforge.compare.ranking import undominated
-from optforge.measure.limits import LIMITS
+from optforge.measure.limits import words_of
 from optforge.spec import Measurement, QualityResult, Ratio, Report
 from optforge.tune.candidate import HAND_WRITTEN, MEASURED, Candidate, Figures, Foreseen
 from optforge.tune.options import FIGURE_LIMITS, Limits, TuneOptions
@@ -72,7 +72,7 @@ def missed(found: Figures, quality: QualityResult | None, limits: Limits, *, jud
     """
     sentences = list(quality.missed) if quality is not None else []
     if quality is None and judged:
-        sentences += [f"{LIMITS[key].words} could not be measured here, and {key} is set" for key in limits.quality]
+        sentences += [f"{words_of(key)} could not be measured here, and {key} is set" for key in limits.quality]
     for key, bound in limits.figures.items():
         limit = FIGURE_LIMITS[key]
         value = getattr(found, limit.field)

@@ -14,7 +14,7 @@ from typing import Literal
 from optforge import config, safe_yaml
 from optforge.config import schema
 from optforge.errors import ConfigError, Problem, UserError, near
-from optforge.measure.limits import LIMITS
+from optforge.measure.limits import LIMITS, METRICS
 from optforge.spec import Json
 
 TUNE, LIMIT = "tune.", "limits."
@@ -114,7 +114,7 @@ def read(argv: Sequence[str], *, cwd: Path) -> Words:
     options = _options(own, problems)
     schema.raise_all(problems)
     assert options is not None
-    quality = {key: value for key, value in limits.items() if key in LIMITS}
+    quality = {key: value for key, value in limits.items() if _of_quality(key)}
     figures = {key: value for key, value in limits.items() if key in FIGURE_LIMITS}
     return Words(options=options, limits=Limits(quality=quality, figures=figures), recipes=tuple(recipes), base=tuple(base))
 
@@ -130,10 +130,16 @@ def _value(key: str, equals: str, text: str, problems: list[Problem]) -> Json:
         return None
 
 
+def _of_quality(name: str) -> bool:
+    """Whether a recipe may hold it; `min_metric.f1` is about a figure that the user's own metric names."""
+    key, _, figure = name.partition(".")
+    return key in (METRICS if figure else LIMITS)
+
+
 def _limit(name: str, value: Json, limits: dict[str, float], problems: list[Problem]) -> None:
     known = (*LIMITS, *FIGURE_LIMITS)
     where = f"limits.{name}"
-    if name not in known:
+    if name not in known and not _of_quality(name):
         problems.append(Problem(where=where, what=f"unknown limit {name!r}", fix=near(name, known) or f"known: {', '.join(known)}"))
     elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         problems.append(Problem(where=where, what=f"must be a number, got {value!r}", fix=f"type {where}=0.01"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from optforge import atomic, config, preflight, safe_yaml
+from optforge.measure.limits import nested
 from optforge.spec import Json, Measure, Report
 from optforge.sweep import schedule, store
 from optforge.sweep.definition import finished
@@ -107,7 +108,7 @@ class Search:
             "description": words,
             "goal": GOALS[self.options.objectives[0]],
             "steps": candidate.steps,
-            "limits": candidate.limits,
+            "limits": nested(candidate.limits),
         }
 
     # --- the loop ------------------------------------------------------------------------------------------------
