@@ -38,6 +38,20 @@ def names(group: str) -> list[str]:
     return sorted(_entries(group))
 
 
+def kinds() -> list[str]:
+    """Sorted kinds of transforms."""
+    return [name for name in names("transforms") if "/" not in name]
+
+
+def transform(use: str) -> Any:
+    """The class behind `kind/option`: that of the kind, unless the option has an entry point of its own by its whole name.
+
+    Raises:
+        ConfigError, MissingDependency: as `get`.
+    """
+    return get("transforms", use if use in _entries("transforms") else use.partition("/")[0])
+
+
 def value(group: str, name: str) -> str:
     """Where a name points, as `package.module:attribute`, without importing it."""
     return _entries(group)[name].value

@@ -30,7 +30,7 @@ def _comments_missing(path: Path) -> list[str]:
 @pytest.mark.parametrize("option", TRANSFORMS)
 def test_transform_option_spells_out_every_field_with_a_comment(option: str) -> None:
     kind = option.split("/", maxsplit=1)[0]
-    cls = registry.get("transforms", kind)
+    cls = registry.transform(option)
     assert list(safe_yaml.read(TRANSFORMS[option])) == _fields(cls)
     assert _comments_missing(TRANSFORMS[option]) == []
     assert config.step("x", {"use": option}).transform.kind == kind

@@ -58,6 +58,16 @@ class Described:
     """The optimized module, uncompiled, with what the model's source knows without its weights."""
     saved: _Saved
 
+    @property
+    def folder(self) -> Path:
+        """The artifact's own folder."""
+        return self.saved.folder
+
+    @property
+    def verdict(self) -> str | None:
+        """The run's."""
+        return self.saved.verdict
+
 
 def load_described(run_dir: Path | str, *, trust: bool = False, device: torch.device | str | None = None) -> Described:
     """The optimized model of a run, uncompiled, together with the run. Raises as `load`."""
@@ -111,7 +121,7 @@ class _Step:
 
         kind = self.use.split("/", 1)[0]
         problems: list[Problem] = []
-        cls = registry.get("transforms", kind)
+        cls = registry.transform(self.use)
         origin = f"artifact.json: step {self.step}: "
         found = schema.build(cls, self.options, "", kind=f"transform {kind}", problems=problems, where=lambda key: origin + key)
         if problems:

@@ -2,10 +2,10 @@
 
 A transform declares the fields that are worth trying as a class variable beside them:
 
-    search: ClassVar[Mapping[str, Mapping[str, Sequence[Json]]]] = {"int4_weight": {"group_size": (32, 128)}, "*": {...}}
+    search: ClassVar[Search] = {"int4_weight": {"group_size": (32, 128)}, "*": {...}, "mx*": None}
 
-A key is a pattern over the kind's option names; a value is tried beside what the option file says. A kind without `search`
-takes no part. Whatever the given recipes say beyond that is added, so that each of them is a point of the space.
+A key is a pattern over the kind's option names; a value is tried beside what the option file says, None leaves the options out. A kind
+without `search` takes no part. Whatever the given recipes say beyond that is added, so that each of them is a point of the space.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from optforge import config, registry
 from optforge.config.steps import STEP_KEYS
 from optforge.spec import Json
+from optforge.transforms.base import Search
 
 Steps = Mapping[str, Mapping[str, Json]]
 Declared = dict[str, dict[str, dict[str, list[Json]]]]
@@ -31,19 +32,23 @@ NONE, DEFAULT = "none", "default"
 def declared() -> Declared:
     """The search spaces of every registered transform that declares one. Imports the transforms, so it may load torch."""
     options = [option.name for option in config.options("transform")]
-    kinds = {name: registry.get("transforms", name) for name in registry.names("transforms")}
+    kinds = {name: registry.get("transforms", name) for name in registry.kinds()}
     kinds = {name: kind for name, kind in kinds.items() if hasattr(kind, "search")}
     found: Declared = {}
     for name, kind in sorted(kinds.items(), key=lambda item: (int(item[1].phase), item[0])):
-        own = [option.partition("/")[2] for option in options if option.startswith(f"{name}/")]
-        found[name] = {option: _fields(kind.search, option) for option in own}
+        own = [option.partition("/")[2] for option in options if option.startswith(f"{name}/") and registry.transform(option) is kind]
+        fields = {option: _fields(kind.search, option) for option in own}
+        found[name] = {option: choices for option, choices in fields.items() if choices is not None}
     return found
 
 
-def _fields(search: Mapping[str, Mapping[str, Sequence[Json]]], option: str) -> dict[str, list[Json]]:
+def _fields(search: Search, option: str) -> dict[str, list[Json]] | None:
+    """The fields to try of one option; None where it is not tried."""
     fields: dict[str, list[Json]] = {}
     for pattern, choices in search.items():
         if fnmatchcase(option, pattern):
+            if choices is None:
+                return None
             fields |= {name: list(values) for name, values in choices.items()}
     return fields
 

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+import llamas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from optforge.compiling import compile_, lift_
 from optforge.config.paths import options
 from optforge.config.steps import step
 from optforge.errors import UserError
+from optforge.measure.language import logits_of
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name
 from optforge.share import alias, on_meta
@@ -49,8 +51,19 @@ class Case:
 
     @property
     def rewrites(self) -> bool:
-        """Compile changes how a module is called, and shard decides where tensors go; neither changes one."""
-        return self.transform.kind not in ("compile", "shard")
+        """Compile changes how a module is called, shard decides where tensors go, kv_cache what is kept between calls; none changes one."""
+        return self.transform.kind not in ("compile", "shard", "kv_cache")
+
+
+class Logits(nn.Module):
+    """A model of transformers that gives its logits alone, through a cache of its own where its steps ask for one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return logits_of(self.model, ids)
 
 
 def toy(use: str) -> tuple[nn.Module, Tensor]:
@@ -63,7 +76,7 @@ def toy(use: str) -> tuple[nn.Module, Tensor]:
 
 def around(example: Tensor, **fields: object) -> Context:
     samples = FixedSamples([((row[None],), {}) for row in example])
-    return dataclasses.replace(context("contract", ((example,), {}), samples=samples, **fields), target=GPU)
+    return dataclasses.replace(context("contract", ((example,), {}), samples=samples, uses_cache=True, **fields), target=GPU)
 
 
 def run(model: nn.Module, example: Tensor) -> Tensor:
