@@ -119,9 +119,16 @@ class Samples:
             if self.loaded.example is not None:
                 yield self.loaded.example  # all that is known of a module's inputs
         else:
-            skip = self.quality.items
-            for inputs, _ in islice(self.data.batches(self.loaded, skip + count, 1, self.seed), skip, None):
+            source, skip = self._apart()
+            for inputs, _ in islice(source.batches(self.loaded, skip + count, 1, self.seed), skip, None):
                 yield (inputs,), {}
+
+    def _apart(self) -> tuple[DataSource, int]:
+        """Where items lie that quality is not measured on, and how many come before them: in the part that a data set keeps for this,
+        or behind those of the figures."""
+        keeps = getattr(self.data, "for_calibration", None)
+        apart: DataSource | None = keeps() if keeps is not None else None
+        return (self.data, self.quality.items) if apart is None else (apart, 0)
 
     def _text(self, count: int, tokens: int, step: str) -> Iterator[Example]:
         skip = self.quality.tokens

@@ -267,6 +267,8 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module], see: See) -> Iterator[None]:
+    """Tells `see` what each layer is given: a convolution what it convolves, after what a subclass makes of its input (padding)."""
+
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def seen(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor):
@@ -274,12 +276,29 @@ def _watched(layers: Mapping[str, nn.Module], see: See) -> Iterator[None]:
 
         return seen
 
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            if isinstance(layer, nn.Conv2d):
+                stack.enter_context(_convolving(layer, hook(name)))
+            else:
+                stack.callback(layer.register_forward_pre_hook(hook(name)).remove)
+        yield
+
+
+@contextmanager
+def _convolving(conv: nn.Conv2d, seen: Callable[[nn.Module, tuple[Any, ...]], None]) -> Iterator[None]:
+    convolve = conv._conv_forward
+
+    def forward(*args: Any) -> Tensor:
+        seen(conv, args)
+        result: Tensor = convolve(*args)
+        return result
+
+    vars(conv)["_conv_forward"] = forward  # of the instance, for the length of a pass
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        del vars(conv)["_conv_forward"]
 
 
 @contextmanager

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A frozen dataclass of a data set's YAML keys."""
+    """A frozen dataclass of a data set's YAML keys.
+
+    One whose figures leave a part out for calibration has a method `for_calibration()` too: that part as a source of its own, or None.
+    """
 
     real: bool
     """False for random data, on which no quality is measured."""

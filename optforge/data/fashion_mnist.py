@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from optforge import fetch
@@ -50,6 +50,10 @@ class FashionMNIST:
         for start in range(0, len(images), batch_size):
             rows = slice(start, start + batch_size)
             yield images[rows].unsqueeze(1).float() / 255.0, labels[rows].long()
+
+    def for_calibration(self) -> FashionMNIST | None:
+        """Training images, where figures are made of the test images."""
+        return replace(self, split="train") if self.split == "test" else None
 
     def prompts(self) -> list[str]:
         return []

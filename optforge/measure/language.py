@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optforge.kernels import kv_cache
 from optforge.measure import compare, reference
 from optforge.measure.mode import evaluating
 from optforge.spec import QualityResult
@@ -26,8 +27,13 @@ log = logging.getLogger("optforge")
 
 
 def logits_of(module: nn.Module, ids: Tensor) -> Tensor:
-    """Logits [batch, tokens, vocabulary] of token ids [batch, tokens]; no KV cache is kept."""
-    options = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    """Logits [batch, tokens, vocabulary] of token ids [batch, tokens]; no KV cache is kept.
+
+    A model whose cache is quantized is run with one, since the rounding of keys and values is what is to be judged.
+    """
+    options: dict[str, Any] = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    if kv_cache.formats(module):
+        options = {"use_cache": True, "past_key_values": kv_cache.new_cache(module, ids.shape[1])}
     output = module(input_ids=ids, **options)
     logits: Tensor = getattr(output, "logits", output)
     return logits

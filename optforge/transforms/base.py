@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from optforge.models.base import Tell
 
 
-Search = Mapping[str, Mapping[str, Sequence[Json]]]
-"""What `optforge tune` tries: pattern of option names (`*`, `int4_weight`) -> field -> values beside the option file's own.
+Search = Mapping[str, Mapping[str, Sequence[Json]] | None]
+"""What `optforge tune` tries: pattern of option names (`*`, `int4_weight`) -> field -> values beside the option file's own; None: these
+options are not tried.
 
 A transform declares it as the class variable `search`; one without it takes no part, and `{}` offers its options as they are.
 """

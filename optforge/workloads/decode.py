@@ -103,13 +103,14 @@ class DecodeWork:
         """
         import torch
 
+        from optforge.kernels import kv_cache
+
         known = self._states.get(module)
-        config: Any = module.config
-        if known is not None and known.cache.layers[0].keys.dtype == compute_dtype(module):
+        if known is not None and known.cache.layers[0].dtype == compute_dtype(module) and kv_cache.same_kind(known.cache, module):
             cache = known.cache
             cache.reset()
         else:
-            cache = _new_cache(config, self.ids.shape[1] + self.new_tokens)
+            cache = kv_cache.new_cache(module, self.ids.shape[1] + self.new_tokens)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = module(input_ids=self.ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         lengths = [layer.cumulative_length for layer in cache.layers]
@@ -150,8 +151,10 @@ class DecodeWork:
             return _next(module, state.first, state.cache)
 
     def kept(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Keys and values of every layer, [batch, kv_heads, context + new_tokens, head_dim]."""
-        return tuple(tensor for layer in self._states[module].cache.layers for tensor in (layer.keys, layer.values))
+        """Keys and values of every layer, [batch, kv_heads, context + new_tokens, head_dim], and the scales of those in 8 bits."""
+        from optforge.kernels import kv_cache
+
+        return kv_cache.tensors(self._states[module].cache)
 
     def flops(self, module: nn.Module) -> int | None:
         """Operations of all steps. Attention grows by one position a step, so the mean of first and last is exact."""
@@ -174,15 +177,13 @@ class DecodeWork:
 
     def bytes(self, module: nn.Module) -> int | None:
         """Weights once a step, the cache of the positions seen so far read, one position written."""
+        from optforge.kernels import kv_cache
+
         batch, context = self.ids.shape
-        config: Any = module.config
-        text = config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         dtype = compute_dtype(module)
         if dtype is None:
             return None
-        position: int = 2 * batch * text.num_hidden_layers * heads * width * dtype.itemsize
+        position = batch * kv_cache.position_bytes(module, dtype)
         seen = sum(context + step for step in range(self.new_tokens))
         return self.new_tokens * read_bytes(module, batch) + position * (seen + self.new_tokens)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import llamas
 import pytest
 import torch
-import llamas
 from torch import Tensor, nn
 
 from optforge.calibrate.statistics import Columns, Gram
@@ -153,3 +153,18 @@ def test_statistics_are_those_of_all_rows_together() -> None:
     torch.testing.assert_close(columns.mean_square.double(), (rows**2).mean(0), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(columns.mean_absolute.double(), rows.abs().mean(0), rtol=1e-5, atol=1e-6)
     assert torch.equal(columns.largest.double(), rows.float().abs().amax(0).double())
+
+
+def test_a_convolution_is_observed_with_what_it_convolves() -> None:
+    """A subclass that pads its input first: the rows of the product are those of the padded one."""
+
+    class Padding(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.nn.functional.pad(x, (1, 1, 1, 1)))
+
+    torch.manual_seed(0)
+    model, x, seen = nn.Sequential(Padding(2, 3, 3)), torch.randn(1, 2, 5, 5), []
+    block = Block(name="", module=model, calls=[((x,), {})], device=torch.device("cpu"))
+    block.observe({"0": model[0]}, lambda name, given: seen.append((name, given)))
+    assert seen[0][0] == "0" and torch.equal(seen[0][1], torch.nn.functional.pad(x, (1, 1, 1, 1)))
+    assert "_conv_forward" not in vars(model[0])

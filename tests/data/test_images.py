@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from optforge import fetch
 from optforge.data.fashion_mnist import FashionMNIST
 from optforge.data.inputs import Inputs
-from optforge.data.photos import Photos
+from optforge.data.photos import Photos, Split, _box
 from optforge.errors import DataError
 from optforge.idx import read_idx
 from optforge.models.base import Loaded
@@ -69,6 +70,37 @@ def test_photos_are_twenty_labelled_images_in_the_models_size() -> None:
     assert float(images.min()) >= -127 / 128 and float(images.max()) <= 1.0
     small, _ = next(Photos().batches(classifier(3, 64, 96), 2, 2))
     assert small.shape == (2, 3, 64, 96)
+
+
+@pytest.mark.skipif(fetch.find("photos") is None, reason=f"run `{fetch.command('photos')}`")
+def test_views_are_seeded_crops_and_flips_and_the_split_shares_no_photo() -> None:
+    toy = classifier(3, 32, 32)
+    images, labels = next(Photos(views=3, split=Split.figure).batches(toy, 100, 100))
+    assert images.shape == (30, 3, 32, 32) and labels[:10].tolist() == labels[10:20].tolist() == labels[20:].tolist()
+    again, _ = next(Photos(views=3, split=Split.figure).batches(toy, 100, 100))
+    other, _ = next(Photos(views=3, split=Split.figure).batches(toy, 100, 100, seed=1))
+    assert torch.equal(images, again) and not torch.equal(images, other)
+    assert not torch.equal(images[:10], images[10:20]), "each round has crops of its own"
+    apart = Photos(views=3, split=Split.figure).for_calibration()
+    assert apart == Photos(views=3, split=Split.calibration)
+    _, rest = next(apart.batches(toy, 10, 10))
+    _, every = next(Photos().batches(toy, 20, 20))
+    assert sorted([*labels[:10].tolist(), *rest.tolist()]) == sorted(every.tolist())
+    assert Photos().for_calibration() is None
+
+
+def test_crops_stay_within_the_photo_and_hold_enough_of_it() -> None:
+    draw = random.Random(0)
+    for size in ((500, 375), (100, 900)):
+        for _ in range(200):
+            left, top, right, bottom = _box(size, draw)
+            assert 0 <= left < right <= size[0] + 1e-9 and 0 <= top < bottom <= size[1] + 1e-9
+            if size == (500, 375):
+                assert (right - left) * (bottom - top) > 0.3 * size[0] * size[1]
+
+
+def test_fashion_mnist_calibrates_on_training_images() -> None:
+    assert FashionMNIST().for_calibration() == FashionMNIST(split="train") and FashionMNIST(split="train").for_calibration() is None
 
 
 def own(batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,7 +12,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-import llamas
 import pytest
 import torch
 from torch import Tensor, nn

@@ -73,6 +73,8 @@ class Quantize:
         "*": {"ignore": (["lm_head"], ["lm_head", "down_proj"]), "tied": ("untie",)},
         "int4_weight": {"group_size": (32, 128)},
         "fp8_dynamic": {"activation": ("tensor",)},
+        **{name: None for name, entry in ENTRIES.items() if not entry.kernel},  # emulated: never faster
+        "*_static": None,  # wants calibration data, and costs quality that int8_dynamic and fp8_dynamic keep
     }
 
     scheme: SchemeName
