@@ -90,16 +90,16 @@ class Deciding:
         leaders = _leaders(layers, flow)
         known = self._observed(block, layers, leaders)
         reached = {path: layer for path, layer in layers.items() if known[path].rows}
-        result = Decided()
         weights = {path: out_in(layer, self.layouts[path]).to(torch.float32, copy=True) for path, layer in reached.items()}
+        work = _Work(block=block, layers=reached, weights=weights, known=known)
         if self.options.algorithm is Algorithm.awq or self.options.smooth is not None:
             self._find_folds(block, flow, reached)
-            result.refused = dict(self.refused)
+            work.result.refused = dict(self.refused)
             for fold in self.folds:
-                self._fold(block, fold, reached, weights, known, result)
+                self._fold(work, fold)
         for group in _solved_together(reached, leaders, self.scheme):
-            self._solve(group, reached, weights, known, result)
-        return result
+            self._solve(work, group)
+        return work.result
 
     def _observed(self, block: Block, layers: Mapping[str, nn.Module], leaders: Mapping[str, str]) -> dict[str, Known]:
         """Statistics of each layer's inputs; layers that read one tensor share them."""
@@ -125,77 +125,43 @@ class Deciding:
             return
         self.folds, self.refused = folding.find(block, block.calls[0], linears, self.shared)
 
-    def _fold(
-        self,
-        block: Block,
-        fold: Fold,
-        layers: Mapping[str, nn.Module],
-        weights: dict[str, Tensor],
-        known: dict[str, Known],
-        result: Decided,
-    ) -> None:
+    def _fold(self, work: _Work, fold: Fold) -> None:
         """Chooses the scales of one fold and works them into everything that it touches."""
-        readers = [path for path in fold.readers if path in layers]
+        readers = [path for path in fold.readers if path in work.layers]
         if not readers:
             return
-        stats, rows = known[readers[0]], [weights[path] for path in readers]
-        channels = None if fold.channels is None else fold.channels.to(block.device)
+        known, rows = work.known[readers[0]], [work.weights[path] for path in readers]
+        channels = None if fold.channels is None else fold.channels.to(work.block.device)
         if self.options.smooth is not None:
-            scales = smoothing(rows, stats, self.options.smooth, channels)
+            scales = smoothing(rows, known, self.options.smooth, channels)
         else:
-            scales = searched(rows, stats, self.scheme, self.fmt, channels)
+            scales = searched(rows, known, self.scheme, self.fmt, channels)
         if bool((scales == 1).all()):
             return
-        source = block.module.get_submodule(fold.source)
-        scales = scales.expand(fold.size)
-        if fold.kind == folding.ROWS and fold.source in layers:
-            weights[fold.source][fold.start : fold.stop] /= scales[:, None]
-            self._change(
-                block, fold.source, folding.multiplied(source, fold, 1 / scales, result.changed.get(fold.source)), result, {"bias"}
-            )
-        else:
-            tensors = folding.multiplied(source, fold, 1 / scales, result.changed.get(fold.source))
-            scales = folding.carried(source, fold, tensors, scales, result.changed.get(fold.source))
-            self._change(block, fold.source, tensors, result)
+        scales = work.divide(fold, scales.expand(fold.size))
         spread = fold.spread(scales)
         for path in fold.readers:
-            if path in layers:
-                weights[path] *= spread
-                known[path] = stats.divided(spread)
-            else:
-                reader = block.module.get_submodule(path)
-                self._change(block, path, folding.scaled(reader, inputs=spread, own=result.changed.get(path)), result)
-        result.carriers[fold.source] = result.carriers.get(fold.source, []) + readers
+            work.multiply(path, spread)
+        work.known.update(dict.fromkeys(readers, known.divided(spread)))
+        work.result.carriers.setdefault(fold.source, []).extend(readers)
 
-    def _change(self, block: Block, path: str, tensors: dict[str, Tensor], result: Decided, only: set[str] | None = None) -> None:
-        kept = {name: tensor for name, tensor in tensors.items() if only is None or name in only}
-        if kept:
-            result.changed.setdefault(path, {}).update(kept)
-
-    def _solve(
-        self, group: list[str], layers: Mapping[str, nn.Module], weights: Mapping[str, Tensor], known: Mapping[str, Known], result: Decided
-    ) -> None:
+    def _solve(self, work: _Work, group: list[str]) -> None:
         """Decides layers that read the same inputs, as the rows of one weight."""
-        first = layers[group[0]]
-        scheme = scheme_of(first, self.scheme)
-        together = torch.cat([weights[path] for path in group])
+        scheme, known, result = scheme_of(work.layers[group[0]], self.scheme), work.known[group[0]], work.result
+        weights = [work.weights[path] for path in group]
         if not has_grid(scheme):
-            stored = [store(weights[path], scheme, self.fmt) for path in group]
+            stored = [store(weight, scheme, self.fmt) for weight in weights]
         else:
-            solved = self._solved(together, known[group[0]], scheme)
+            solved = self._solved(torch.cat(weights), known, scheme)
             if solved.failed is not None:
                 result.notes.update(dict.fromkeys(group, f"rounded to nearest, {solved.failed}"))
             elif solved.damping is not None and solved.damping != self.options.damping:
                 result.notes.update(dict.fromkeys(group, f"damping was raised to {solved.damping:g}"))
-            stored, start = [], 0
-            for path in group:
-                stop = start + len(weights[path])
-                part = solved.part(start, stop)
-                stored.append(part.stored)
-                result.values[path] = part.weight
-                start = stop
+            parts = solved.split([len(weight) for weight in weights])
+            stored = [part.stored for part in parts]
+            result.values.update({path: part.weight for path, part in zip(group, parts, strict=True)})
+        inputs = input_scales(known, scheme, self.fmt)
         for path, tensors in zip(group, stored, strict=True):
-            inputs = input_scales(known[path], scheme, self.fmt)
             result.stored[path] = {name: tensor for name, tensor in (tensors | inputs).items() if tensor is not None}
 
     def _solved(self, weight: Tensor, known: Known, scheme: Scheme) -> Solved:
@@ -216,6 +182,43 @@ class Deciding:
             for at in range(groups)
         ]
         return parts[0] if groups == 1 else Solved.joined(parts)
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """A block while it is decided: the weights that scales are multiplied into, and what follows from it."""
+
+    block: Block
+    layers: Mapping[str, nn.Module]
+    """To be quantized, by path."""
+    weights: dict[str, Tensor]
+    """fp32 [N, K] of each."""
+    known: dict[str, Known]
+    result: Decided = field(default_factory=Decided)
+
+    def divide(self, fold: Fold, scales: Tensor) -> Tensor:
+        """Divides the channels of a fold's source by scales [C]; what they are really divided by, which its dtype decides.
+
+        Rows that are quantized themselves take them exactly, in fp32.
+        """
+        source, own = self.block.module.get_submodule(fold.source), self.result.changed.get(fold.source)
+        tensors = folding.multiplied(source, fold, 1 / scales, own)
+        if fold.kind == folding.ROWS and fold.source in self.layers:
+            self.weights[fold.source][fold.start : fold.stop] /= scales[:, None]
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "weight"}
+        else:
+            scales = folding.carried(source, fold, tensors, scales, own)
+        if tensors:
+            self.result.changed.setdefault(fold.source, {}).update(tensors)
+        return scales
+
+    def multiply(self, path: str, scales: Tensor) -> None:
+        """Multiplies the input columns of a reader by scales [K]."""
+        if path in self.layers:
+            self.weights[path] *= scales
+            return
+        reader = self.block.module.get_submodule(path)
+        self.result.changed.setdefault(path, {}).update(folding.scaled(reader, inputs=scales, own=self.result.changed.get(path)))
 
 
 def _leaders(layers: Mapping[str, nn.Module], flow: folding.Flow) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -131,9 +132,11 @@ class Solved:
     def stored(self) -> Stored:
         return self.grid.store(self.weight)
 
-    def part(self, start: int, stop: int) -> Solved:
-        """Some rows."""
-        return replace(self, grid=self.grid.part(start, stop), weight=self.weight[start:stop])
+    def split(self, sizes: Sequence[int]) -> list[Solved]:
+        """The weights whose rows were decided together, of so many rows each."""
+        stops = list(accumulate(sizes))
+        spans = zip([0, *stops], stops, strict=False)
+        return [replace(self, grid=self.grid.part(start, stop), weight=self.weight[start:stop]) for start, stop in spans]
 
     @classmethod
     def joined(cls, parts: Sequence[Solved]) -> Solved:

@@ -23,6 +23,8 @@ from optforge.transforms.quantize.solve import Known
 
 POWERS = 20
 """Powers that are tried, in equal steps from 0 up to below 1."""
+ROWS_TRIED = 512
+"""Outputs of each layer, spread evenly, whose error the search looks at: fewer of a large layer take less time and hardly find others."""
 LEAST_SIZE = 1e-4
 """Inputs smaller than this share of their mean are treated as if they had this size, lest a scale becomes 0."""
 
@@ -35,14 +37,15 @@ def searched(weights: Sequence[Tensor], known: Known, scheme: Scheme, fmt: Fp8Fo
         channels: int64 [K], the channel that each input is made of; None where C is K and each is its own.
     """
     best, least = torch.ones(1, device=known.gram.device), torch.inf
+    tried = [weight[:: -(-len(weight) // ROWS_TRIED)].float() for weight in weights]
+    shares = [len(weight) / len(rows) for weight, rows in zip(weights, tried, strict=True)]
     for scales in _candidates(weights, known, channels):
         spread = scales if channels is None else scales[channels]
         total = 0.0
-        for weight in weights:
-            values = weight.float()
+        for values, share in zip(tried, shares, strict=True):
             multiplied = values * spread
             change = Grid.of(multiplied, scheme, fmt).round(multiplied) / spread - values
-            total += float(error(change, known.gram).sum())
+            total += share * float(error(change, known.gram).sum())
         if total < least:
             best, least = scales, total
     return best
