@@ -47,6 +47,8 @@ class Seen:
     signal: dict[str, float] = field(default_factory=dict)
     """Energy of the change, and of the layer's output: for SQNR."""
     positions: int = 0
+    labelled: int = 0
+    """Positions with a true label."""
     energy: float = 0.0
     """Of the outputs, where there are no classes."""
 
@@ -85,7 +87,7 @@ def observe(
     seen = Seen()
     draw = torch.Generator(device=device).manual_seed(seed)
     scale = HALF_SCALE if any(p.dtype is torch.float16 for p in model.parameters()) else 1.0
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), decompose():
+    with evaluating(model), _frozen(model), torch.inference_mode(False), torch.enable_grad(), decompose():
         for index, example in enumerate(examples):
             if tell is not None:
                 tell(title, index / len(examples))
@@ -113,10 +115,24 @@ def _score(outputs: Any, draw: torch.Generator, seen: Seen, *, classes: bool, tr
     log_probs = torch.log_softmax(logits.reshape(-1, logits.shape[-1]).float(), -1)
     if truth is not None:
         known = truth >= 0
+        seen.labelled += int(known.sum())
         return log_probs[known].gather(-1, truth[known][:, None]).sum()
     seen.positions += log_probs.shape[0]
     drawn = torch.multinomial(log_probs.detach().exp(), 1, generator=draw)
     return log_probs.gather(-1, drawn).sum()
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter asks for a gradient while it is open: only those of the layers' outputs are looked at."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
 
 
 @contextmanager
