@@ -15,7 +15,10 @@ def measure_command(*, calibrate: bool) -> None:
     Raises:
         MissingDependency: no backend finds a device.
     """
-    from optforge import config
+    import transformers  # noqa: F401 - its loggers must be there before they can be kept quiet
+
+    from optforge import config, logs
+    from optforge.measure import contention
     from optforge.plan import measured
     from optforge.plan.devices import detect
 
@@ -27,8 +30,14 @@ def measure_command(*, calibrate: bool) -> None:
     seen = backend.detect()
     assert seen is not None, "it was found a moment ago"
     tell(f"measuring {measured.identity(seen, backend)}; what else runs meanwhile makes its figures worse")
-    found = measured.measure(seen, backend, tell, calibrate_s=measured.CALIBRATE_S if calibrate else None)
+    watch = contention.watch(backend.torch_device())
+    with logs.quiet("torch", "transformers", "torchao"):
+        found = measured.measure(seen, backend, tell, calibrate_s=measured.CALIBRATE_S if calibrate else None)
     print(measured.to_yaml(found.hardware), end="")
+    if (state := watch.read()).get("contended"):
+        share = state["contention"].get("other_cpu_share")
+        taken = f" and took {share:.0%} of the cores' time" if share is not None else ""
+        tell(f"warning: something else ran meanwhile{taken}: these figures are too low; measure again on an idle machine")
     points = len(found.calibration.points)
     kept = f"with {points} points of single operators" if points else "without points of single operators (--calibrate adds them)"
     tell(f"kept for hardware=auto, {kept}")
