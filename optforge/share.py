@@ -34,4 +34,7 @@ def _copy(model: nn.Module, tensor: Callable[[Tensor], Tensor]) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(tensor(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = tensor(buffer)
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # a masked or normalized weight, which PyTorch refuses to copy
+            memo[id(value)] = tensor(value)
     return copy.deepcopy(model, memo)

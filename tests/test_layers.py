@@ -17,7 +17,7 @@ ROOT = Path(optforge.__file__).parent
 GROUPS = ("transforms", "backends", "workloads", "models", "data")
 LAYERS = {
     0: "errors spec",
-    1: "registry select measure kernels calibrate atomic cache callables checkpoint compiling fetch idx isolate logs pretrained processes progress"
+    1: "registry select measure kernels calibrate atomic cache callables checkpoint compiling fetch idx isolate logs masks pretrained processes progress"
     " safe_yaml schemes share toolchain",
     2: " ".join(GROUPS),
     3: "recipe config compare gate plan engine execution record report artifact preflight environment rows verdicts sweep tune xla",

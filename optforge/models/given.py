@@ -15,6 +15,7 @@ from torch import nn
 
 from optforge.checkpoint import module_digest, require_finite, require_materialised
 from optforge.errors import ModelError, Problem
+from optforge.masks import fold_masks_, said
 from optforge.models.base import Example, Loaded, Tell
 from optforge.share import alias, on_meta
 
@@ -67,6 +68,7 @@ class GivenModel:
         return self._loaded(alias(self.module), module_digest(self.module))
 
     def _loaded(self, module: nn.Module, digest: str | None) -> Loaded:
+        notes = said(fold_masks_(module))
         vocabulary = getattr(getattr(self.module, "config", None), "vocab_size", None)
         return Loaded(
             module=module,
@@ -77,4 +79,5 @@ class GivenModel:
             example=self.example,
             weights="trained" if self.trained else "random",
             digest=digest,
+            notes=notes,
         )

@@ -87,10 +87,13 @@ class FactoryModel:
         """The factory's module in the run's dtype, in eval mode."""
         import torch
 
+        from optforge.masks import fold_masks_, said
+
         made = callables.resolve(self.factory, "model.factory")(**self.arguments)
         module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(module, torch.nn.Module):
             raise ModelError(Problem(where="model.factory", what=f"{self.factory} returned {type(module).__name__}, not an nn.Module"))
+        notes = said(fold_masks_(module))
         shape = self.image_shape
         return Loaded(
             module=module.to(torch_dtype(self.dtype)).eval(),
@@ -99,6 +102,7 @@ class FactoryModel:
             vocab_size=_vocab_size(module) if self.family == "causal_lm" else None,
             image_shape=(shape[0], shape[1], shape[2]) if shape is not None else None,
             example=as_example(example),
+            notes=notes,
         )
 
 

@@ -256,6 +256,11 @@ def _packed(x: Tensor, weight: Tensor) -> Product:
     return size, weight
 
 
+def _compressed(weight: Tensor, x: Tensor) -> Product:
+    """2:4: the compressed weight has the rows of the dense one, and the other factor comes transposed."""
+    return (1, int(x.shape[1]), int(weight.shape[0]), int(x.shape[0])), x
+
+
 _PRODUCTS: dict[str, Callable[[tuple[Any, ...]], Product]] = {
     "mm": lambda args: _mm(args[0], args[1]),
     "addmm": lambda args: _mm(args[1], args[2]),
@@ -269,6 +274,7 @@ _PRODUCTS: dict[str, Callable[[tuple[Any, ...]], Product]] = {
     "int4_weight": lambda args: _linear(args[0], args[1]),
     "fp8_weight": lambda args: _linear(args[0], args[1]),
     "int8_packed": lambda args: _packed(args[0], args[1]),
+    "_cslt_sparse_mm": lambda args: _compressed(args[0], args[1]),
 }
 
 

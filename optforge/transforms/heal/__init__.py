@@ -76,7 +76,9 @@ class Heal:
             if getattr(self, name) < 1:
                 yield Problem(where=where, what=f"{name} must be at least 1", fix=f"write {typed}.{name}=8")
         if self.learning_rate <= 0:
-            yield Problem(where=where, what=f"learning_rate {self.learning_rate:g} is not positive", fix=f"write {typed}.learning_rate=1e-4")
+            yield Problem(
+                where=where, what=f"learning_rate {self.learning_rate:g} is not positive", fix=f"write {typed}.learning_rate=1e-4"
+            )
 
     def lower(self, target: Hardware) -> Lowered | None:
         """Runs as written on every target."""

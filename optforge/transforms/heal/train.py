@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from optforge.calibrate.samples import to
 from optforge.errors import PlanError, Problem, StepError
 from optforge.kernels.linears import Quantized
+from optforge.masks import fold_masks_, said
 from optforge.measure.mode import evaluating
 from optforge.measure.size import nbytes, weight_bytes
 from optforge.models.base import Example
@@ -21,7 +22,7 @@ from optforge.select import original_name, select
 from optforge.spec import Json
 from optforge.transforms.base import Context, Receipt, Touched
 from optforge.transforms.heal.weights import Trained, full, lora, put
-from optforge.transforms.masks import fold_masks_, said
+from optforge.transforms.prune import sparse
 
 if TYPE_CHECKING:
     from optforge.transforms.heal import Heal
@@ -47,12 +48,15 @@ def apply(model: nn.Module, options: Heal, ctx: Context) -> Receipt:
     setattr(model, HEALED, ctx.step)
     receipt = _receipt(model, parameters, options, ctx)
     receipt.total_bytes, receipt.ignored, receipt.notes = total, ignored, notes
+    trained = {touched.name for touched in receipt.touched}
+    sparse.convert(model, [name for name in sparse.marked(model) if name in trained], options.kernel.name, ctx, receipt)
     return receipt
 
 
 def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
     fold_masks_(model)
     setattr(model, HEALED, decisions["step"])
+    sparse.replay(model, decisions)
 
 
 def _refuse(model: nn.Module, ctx: Context) -> None:
@@ -90,14 +94,14 @@ def _heal(model: nn.Module, parameters: dict[str, nn.Parameter], options: Heal, 
     taken = ctx.samples.take(options.samples + options.held_out, tokens=options.sample_tokens, step=ctx.step)
     device = next(iter(parameters.values())).device
     examples = [to(example, device) for example in taken.examples]
-    loss = _Loss(options, ctx, device)
+    loss = _Loss(model, options, ctx)
     trained = full(parameters) if options.method.name == "full" else lora(parameters, options.rank, ctx.seed)
     learn, held = examples[options.held_out :] or examples, examples[: options.held_out]
     with evaluating(model):
-        before = _mean_loss(model, trained, held, loss)
+        before = _mean_loss(trained, held, loss)
         with torch.enable_grad():
-            _train(model, trained, learn, loss, options, ctx)
-        after = _mean_loss(model, trained, held, loss)
+            _train(trained, learn, loss, options, ctx)
+        after = _mean_loss(trained, held, loss)
     put(model, trained)
     way = "fell" if after < before else "rose"
     return [
@@ -108,18 +112,22 @@ def _heal(model: nn.Module, parameters: dict[str, nn.Parameter], options: Heal, 
 
 
 class _Loss:
-    """The loss of one sample."""
+    """The loss of one sample with other weights in the model's place."""
 
-    def __init__(self, options: Heal, ctx: Context, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, options: Heal, ctx: Context) -> None:
         self.reference = ctx.reference if options.loss.name == "distill" else None
         if options.loss.name == "distill" and self.reference is None:
             what = "the model as loaded is not at hand, so there is nothing to distil from"
             raise PlanError(Problem(where=f"step {ctx.step}", what=what, fix=f"write steps.{ctx.step}.loss=next_token"))
-        self.step, self.name = ctx.step, "KL to the model as loaded" if self.reference is not None else "next token"
-        self.device = device
+        self.model, self.step = model, ctx.step
+        family = getattr(getattr(ctx.samples, "loaded", None), "family", None)
+        self.logits = family != "module"  # what a module of no known task gives need not be logits
+        measure = "KL" if self.logits else "mean squared error"
+        self.name = f"{measure} to the model as loaded" if self.reference is not None else "next token"
 
-    def __call__(self, output: Any, example: Example) -> Tensor:
-        found = _tensor(output)
+    def __call__(self, values: dict[str, Tensor], example: Example) -> Tensor:
+        args, kwargs = example
+        found = _tensor(torch.func.functional_call(self.model, values, args, kwargs))
         if self.reference is None:
             ids = next((leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dtype == torch.long), None)
             if ids is None or found.dim() != 3:
@@ -129,9 +137,10 @@ class _Loss:
         with torch.no_grad(), evaluating(self.reference):
             args, kwargs = example
             wanted = _tensor(self.reference(*args, **kwargs)).float()
-        if found.dim() < 2:
+        if not self.logits or found.dim() < 2:
             return F.mse_loss(found.float(), wanted)
-        return F.kl_div(found.float().log_softmax(-1).flatten(0, -2), wanted.log_softmax(-1).flatten(0, -2), log_target=True, reduction="batchmean")
+        ours, theirs = (each.float().log_softmax(-1).flatten(0, -2) for each in (found, wanted))
+        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
 
 
 def _tensor(output: Any) -> Tensor:
@@ -141,18 +150,13 @@ def _tensor(output: Any) -> Tensor:
     return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-def _run(model: nn.Module, values: dict[str, Tensor], example: Example) -> Any:
-    args, kwargs = example
-    return torch.func.functional_call(model, values, args, kwargs)
-
-
-def _mean_loss(model: nn.Module, trained: list[Trained], examples: Sequence[Example], loss: _Loss) -> float:
+def _mean_loss(trained: list[Trained], examples: Sequence[Example], loss: _Loss) -> float:
     with torch.no_grad():
         values = {each.name: each.value() for each in trained}
-        return math.fsum(float(loss(_run(model, values, example), example)) for example in examples) / len(examples)
+        return math.fsum(float(loss(values, example)) for example in examples) / len(examples)
 
 
-def _train(model: nn.Module, trained: list[Trained], examples: Sequence[Example], loss: _Loss, options: Heal, ctx: Context) -> None:
+def _train(trained: list[Trained], examples: Sequence[Example], loss: _Loss, options: Heal, ctx: Context) -> None:
     """The updates.
 
     Raises:
@@ -170,9 +174,9 @@ def _train(model: nn.Module, trained: list[Trained], examples: Sequence[Example]
         for _ in range(options.batch_size):
             example = examples[next(turns)]
             values = {each.name: each.value() for each in trained}
-            found = loss(_run(model, values, example), example) / options.batch_size
+            found = loss(values, example) / options.batch_size
             if not bool(found.isfinite()):
-                raise StepError(f"step {ctx.step}: the loss of update {update + 1} is {float(found)}: lower learning_rate")
+                raise StepError(f"step {ctx.step}: the loss of update {update + 1} is {float(found.detach())}: lower learning_rate")
             for tensor, gradient in zip(tensors, torch.autograd.grad(found, tensors, allow_unused=True), strict=True):
                 if gradient is not None:
                     tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)

@@ -28,7 +28,7 @@ class Trained:
     def value(self) -> Tensor:
         """The weight as the model sees it, in the model's dtype."""
         if len(self.tensors) == 1:
-            found = self.tensors[0]
+            found: Tensor = self.tensors[0]
         else:
             up, down = self.tensors
             found = self.original.detach().float() + up @ down

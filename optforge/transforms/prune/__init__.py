@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optforge.errors import Problem
 from optforge.spec import Hardware
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search
+from optforge.transforms.base import Context, Lowered, Phase, Receipt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +48,6 @@ class Prune:
 
     kind: ClassVar[str] = "prune"
     phase: ClassVar[Phase] = Phase.PRUNE
-    search: ClassVar[Search] = {"wanda": {"sparsity": (0.3,)}, "sparsegpt": {"sparsity": (0.3,)}}
 
     method: Method
     """Single weights by magnitude (no data), wanda (weight times input norm) or sparsegpt (second order, the other weights make
@@ -74,6 +73,8 @@ class Prune:
     """sparsegpt: the share of the mean that is added to the diagonal of the second-order matrix."""
     block_columns: int = 128
     """sparsegpt: inputs among which one choice of weights is made."""
+    refit: int = 32
+    """sparsegpt: rounds that fit the weights that are left once all zeros are known; 0 leaves them as the method does."""
     round_to: int = 32
     """channels: what stays of each layer is rounded up to a multiple of it, since hardware multiplies in tiles."""
 

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optforge.errors import PlanError, Problem
+from optforge.masks import fold_masks_, said
 from optforge.measure.size import weight_bytes
 from optforge.measure.sparsity import is_conv1d
 from optforge.select import original_name, select
 from optforge.transforms.base import Context, Receipt
 from optforge.transforms.fuse.flow import example_of, outputs
 from optforge.transforms.fuse.packing import PackedPart
-from optforge.transforms.masks import fold_masks_, said
 from optforge.transforms.prune.importance import contributions
 from optforge.transforms.prune.shrink import MARK, Cuts, receipt_of
 from optforge.transforms.prune.survey import refusals
@@ -31,11 +31,10 @@ from optforge.transforms.prune.survey import refusals
 if TYPE_CHECKING:
     from optforge.transforms.prune import Prune
 
-POINTWISE = frozenset(
-    "mul add sub div neg pow square sqrt rsqrt exp abs silu gelu relu sigmoid tanh erf clamp clamp_min leaky_relu elu hardtanh hardswish"
-    " hardsigmoid softplus mish maximum minimum threshold native_dropout".split()
-)
-SAME = frozenset("view _unsafe_view reshape clone detach alias _to_copy to unsqueeze squeeze expand".split())
+ACTIVATIONS = "silu gelu relu sigmoid tanh leaky_relu elu hardtanh hardswish hardsigmoid softplus mish threshold native_dropout"
+ARITHMETIC = "mul add sub div neg pow square sqrt rsqrt exp abs erf clamp clamp_min maximum minimum"
+POINTWISE = frozenset(f"{ACTIVATIONS} {ARITHMETIC}".split())
+SAME = frozenset(["view", "_unsafe_view", "reshape", "clone", "detach", "alias", "_to_copy", "to", "unsqueeze", "squeeze", "expand"])
 """Keep the channels where they are as long as the last dimension stays."""
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim")
 """What a config calls the number of channels."""
@@ -46,6 +45,7 @@ def apply(model: nn.Module, options: Prune, ctx: Context) -> Receipt:
     notes = said(fold_masks_(model))
     receipt = Receipt(total_bytes=weight_bytes(model), notes=notes)
     groups = _groups(model, ctx)
+    everything = len(groups)
     _ignored(model, groups, options, ctx, receipt)
     readers = {name: model.get_submodule(name) for name in groups}
     problems = list(refusals(readers, ctx.step)) + [problem for name in groups if (problem := _again(readers[name], name, ctx))]
@@ -69,7 +69,7 @@ def apply(model: nn.Module, options: Prune, ctx: Context) -> Receipt:
             kept = scores[name].argsort(descending=True, stable=True)[: counts[name]].sort().values.cpu()
         cuts.inputs[name] = kept
         cuts.outputs.update(dict.fromkeys(makers, kept))
-    if len(widths) == 1:
+    if len(widths) == 1 and len(groups) == everything:
         ((before, after),) = widths
         config = getattr(model, "config", None)
         cuts.config = {key: after for key in WIDTHS if getattr(config, key, None) == before}
@@ -118,7 +118,9 @@ def _holder(module: nn.Module) -> nn.Module:
 
 def _nothing(receipt: Receipt, ctx: Context) -> Problem:
     reasons = "; ".join(dict.fromkeys(receipt.skipped.values()))
-    what = "no linear of this model is read by one other linear alone, channel by channel" if not reasons and not receipt.ignored else reasons
+    what = (
+        "no linear of this model is read by one other linear alone, channel by channel" if not reasons and not receipt.ignored else reasons
+    )
     fix = f"drop it with '~steps.{ctx.step}', or prune layers, heads or single weights"
     return Problem(where=f"step {ctx.step}", what=what or "all of its channels are ignored", fix=fix)
 
@@ -132,7 +134,11 @@ def _groups(model: nn.Module, ctx: Context) -> dict[str, list[str]]:
     groups = {}
     for reader, makers in flow.readers.items():
         sound = makers and not makers & flow.leaked and all(flow.read_by[maker] == {reader} for maker in makers)
-        if sound and flow.calls[reader] == 1 and all(flow.calls[maker] == 1 and flow.width[maker] == flow.takes[reader] for maker in makers):
+        if (
+            sound
+            and flow.calls[reader] == 1
+            and all(flow.calls[maker] == 1 and flow.width[maker] == flow.takes[reader] for maker in makers)
+        ):
             groups[reader] = sorted(makers)
     return groups
 

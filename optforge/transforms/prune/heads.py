@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from optforge.errors import PlanError, Problem
+from optforge.masks import fold_masks_, said
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, select
 from optforge.transforms.base import Context, Receipt
 from optforge.transforms.fuse.packing import PackedPart
-from optforge.transforms.masks import fold_masks_, said
 from optforge.transforms.prune.importance import contributions
 from optforge.transforms.prune.shrink import MARK, Cuts, receipt_of
 from optforge.transforms.prune.survey import refusals
@@ -68,7 +68,8 @@ def apply(model: nn.Module, options: Prune, ctx: Context) -> Receipt:
         count = each.groups - _removed(each, options, ctx)
         kept = _kept(each, count, scores.get(each.path(each.reader)))
         _cut(cuts, each, kept)
-    if len({(each.groups, each.queries, each.head_dim) for each in found}) == 1:
+    alike = not receipt.ignored and not receipt.skipped
+    if alike and len({(each.groups, each.queries, each.head_dim) for each in found}) == 1:
         cuts.config = _config(model, found[0], next(iter(cuts.outputs.values())).numel() // found[0].head_dim)
     return receipt_of(model, cuts, "heads", ctx, receipt)
 
@@ -83,7 +84,8 @@ def _chosen(model: nn.Module, options: Prune, ctx: Context, receipt: Receipt) ->
     for path, module in model.named_modules():
         if hasattr(module, "q_proj") or isinstance(module, nn.MultiheadAttention):
             name = original_name(path)
-            each = _read(name, module)
+            packed = "nn.MultiheadAttention counts on as many heads as its width holds"
+            each = packed if isinstance(module, nn.MultiheadAttention) else _read(name, module)
             if isinstance(each, str):
                 reasons[name] = each
             else:
@@ -104,8 +106,6 @@ def _chosen(model: nn.Module, options: Prune, ctx: Context, receipt: Receipt) ->
 
 def _read(name: str, module: nn.Module) -> Attention | str:
     """The attention, or why its heads stay."""
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention counts on as many heads as its width holds"
     parts = [getattr(module, part, None) for part in ("q_proj", "k_proj", "v_proj")]
     reader = next((local for local in READERS if isinstance(getattr(module, local, None), nn.Linear)), None)
     if any(not isinstance(part, nn.Linear | PackedPart) for part in parts) or reader is None:
@@ -118,11 +118,15 @@ def _read(name: str, module: nn.Module) -> Attention | str:
     q, k, v = (int(part.out_features) for part in parts)  # type: ignore[union-attr]  # linears, by the test above
     if k != v or q % head_dim or k % head_dim or q % k or getattr(module, reader).in_features != q:
         return f"its projections give {q}, {k} and {v} values, which are no heads of {head_dim}"
-    for child, normalized in module.named_children():
-        weight = getattr(normalized, "weight", None)
-        if "norm" in child and isinstance(weight, Tensor) and weight.numel() in (q, k) and weight.numel() != head_dim:
-            return f"{child} normalizes over all heads at once"
+    wide = [child for child, norm in module.named_children() if "norm" in child and _width(norm) in (q, k) and _width(norm) != head_dim]
+    if wide:
+        return f"{wide[0]} normalizes over all heads at once"
     return Attention(name=name, module=module, reader=reader, head_dim=head_dim, groups=k // head_dim, queries=q // k)
+
+
+def _width(norm: nn.Module) -> int | None:
+    weight = getattr(norm, "weight", None)
+    return weight.numel() if isinstance(weight, Tensor) else None
 
 
 def _removed(each: Attention, options: Prune, ctx: Context) -> int:
@@ -135,7 +139,9 @@ def _removed(each: Attention, options: Prune, ctx: Context) -> int:
     if not 0 < count < each.groups:
         unit = "groups of heads" if each.queries > 1 else "heads"
         what = f"sparsity {options.sparsity:g} of {each.groups} {unit} is {count}"
-        raise PlanError(Problem(where=f"step {ctx.step}, {each.name}", what=what, fix=f"steps.{ctx.step}.sparsity={1 / each.groups:.3f} is one"))
+        raise PlanError(
+            Problem(where=f"step {ctx.step}, {each.name}", what=what, fix=f"steps.{ctx.step}.sparsity={1 / each.groups:.3f} is one")
+        )
     return count
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from optforge.errors import PlanError, Problem
+from optforge.masks import fold_masks_, said
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, repeated_blocks, select
 from optforge.spec import Json
 from optforge.transforms.base import Context, Receipt, Touched
-from optforge.transforms.masks import fold_masks_, said
 from optforge.transforms.prune.importance import influences
 from optforge.transforms.prune.shrink import follow, require_running
 
@@ -73,7 +73,7 @@ def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
         stack._modules[str(new)] = block
         for module in block.modules():
             if vars(module).get("layer_idx") == old:
-                module.layer_idx = new
+                vars(module)["layer_idx"] = new
     vars(stack)[MARK] = decisions["step"]
     follow(model, _config(model, decisions["layers"], removed))
 

@@ -187,9 +187,9 @@ def _resize(module: nn.Module) -> None:
     weight = module.weight
     assert isinstance(weight, Tensor)
     if is_conv1d(module):
-        module.nx, module.nf = weight.shape
+        vars(module).update(nx=weight.shape[0], nf=weight.shape[1])
     else:
-        module.out_features, module.in_features = weight.shape
+        vars(module).update(out_features=weight.shape[0], in_features=weight.shape[1])
 
 
 def _bytes(module: nn.Module) -> int:

@@ -1,35 +1,43 @@
 """2:4 weights in the form that a GPU's sparse matrix units read, multiplied by cuSPARSELt through PyTorch.
 
 The compressed weight is a plain parameter of nine sixteenths of the size, and its layout is the library's own: it multiplies on
-GPUs alone. Measured on an H200 (bf16, benchmarks/results/h200): 1.2 to 1.4 times the speed of the dense product from
-512 rows on, and 3 to 4 times slower at 1 to 64 rows, where a product waits for memory and the library does not; PyTorch's
-CUTLASS form refuses that device altogether.
+GPUs alone. Measured on an H200 (bf16, benchmarks/sparse_products.py): 1.1 to 1.5 times the speed of the dense product from
+1,024 rows on, and 2 to 5 times slower at 1 to 64 rows. PyTorch's CUTLASS form refuses that device altogether.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from optforge.errors import Problem, StepError
 from optforge.measure.size import nbytes
+from optforge.select import original_name
 from optforge.spec import Hardware, Json
 from optforge.transforms.base import Context, Receipt
 from optforge.transforms.prune import masks
+from optforge.transforms.prune.survey import weight_of
 
-if TYPE_CHECKING:
-    from optforge.transforms.prune import Prune
-
+PATTERN = "optforge_pattern"
+"""Attribute of a layer that was pruned in a pattern: its name."""
 DTYPES = (torch.float16, torch.bfloat16)
 SMALLEST = 32
 """Both sizes of a weight are multiples of it."""
 ROWS = 8
 """Rows of the other factor are filled up to a multiple of it."""
+
+
+@register_flop_formula(torch.ops.aten._cslt_sparse_mm)
+def _flops(weight_shape: Sequence[int], x_shape: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Half of the dense product's: two of four factors are zero. x comes as [K, rows]."""
+    return int(weight_shape[0] * x_shape[0] * x_shape[1])
 
 
 class SparseLinear(nn.Linear):
@@ -65,16 +73,16 @@ def product(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Tensor:
     return found[: x.shape[0]]
 
 
-def convert(model: nn.Module, names: list[str], options: Prune, ctx: Context, receipt: Receipt) -> None:
-    """Compresses the pruned 2:4 layers where `kernel` says so, and says what was done or why not.
+def convert(model: nn.Module, names: list[str], kernel: str, ctx: Context, receipt: Receipt) -> None:
+    """Compresses 2:4 layers where `kernel` (auto, dense, sparse) says so, and says what was done or why not.
 
     Raises:
         StepError: a layer is not 2:4, or does not come back from the compressed form as it was.
     """
-    if options.pattern is None or options.pattern.name != "2:4" or not names:
+    if not names:
         return
-    reason = "kernel: dense" if options.kernel.name == "dense" else unavailable(ctx.device)
-    if reason is None and options.kernel.name == "auto":
+    reason = "kernel: dense" if kernel == "dense" else unavailable(ctx.device)
+    if reason is None and kernel == "auto":
         reason = _unwanted(ctx)
     if reason is not None:
         receipt.notes.append(f"{len(names)} layers stay dense, with zeros in them: {reason}")
@@ -109,9 +117,10 @@ def _unwanted(ctx: Context) -> str | None:
 
 def _convert(model: nn.Module, name: str, step: str, receipt: Receipt) -> None:
     module = model.get_submodule(name)
+    before = nbytes(weight_of(module))
     reason = _unfit(module)
-    if reason is None and not module.weight.is_meta:
-        require_2_4(module.weight.detach(), name, step)
+    if reason is None and not weight_of(module).is_meta:
+        require_2_4(weight_of(module).detach(), name, step)
         reason = _compress_(module, name, step)
     elif reason is None:
         _shape_(module)
@@ -119,19 +128,26 @@ def _convert(model: nn.Module, name: str, step: str, receipt: Receipt) -> None:
         receipt.notes.append(f"{name} stays dense, with zeros in it: {reason}")
         return
     receipt.decisions["sparse"].append(name)
-    touched = next(touched for touched in receipt.touched if touched.name == name)
-    after = nbytes(module.weight)
-    index = receipt.touched.index(touched)
-    receipt.touched[index] = type(touched)(
-        name=name, what=f"{touched.what}, compressed", bytes_before=touched.bytes_before, bytes_after=after, dtypes=touched.dtypes
-    )
-    receipt.bytes_after += after - touched.bytes_after
+    saved = before - nbytes(weight_of(module))
+    for index, touched in enumerate(receipt.touched):
+        if touched.name == name:
+            receipt.touched[index] = replace(touched, what=f"{touched.what}, compressed", bytes_after=touched.bytes_after - saved)
+            receipt.bytes_after -= saved
 
 
 def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
     """The compressed layers' structure, without values."""
     for name in decisions["sparse"]:
         _shape_(model.get_submodule(name))
+
+
+def marked(model: nn.Module) -> list[str]:
+    """The 2:4 layers that an earlier step left dense."""
+    return [
+        original_name(path)
+        for path, module in model.named_modules()
+        if vars(module).get(PATTERN) == "2:4" and not isinstance(module, SparseLinear)
+    ]
 
 
 def require_2_4(weight: Tensor, name: str, step: str) -> None:
@@ -149,10 +165,11 @@ def require_2_4(weight: Tensor, name: str, step: str) -> None:
 def _unfit(module: nn.Module) -> str | None:
     if type(module) is not nn.Linear:
         return f"the kernel multiplies plain linears, and it is a {type(module).__name__}"
-    if module.weight.dtype not in DTYPES:
-        return f"the kernel multiplies bf16 and fp16, and it is {str(module.weight.dtype).removeprefix('torch.')}"
-    if any(size % SMALLEST for size in module.weight.shape):
-        return f"the kernel needs sizes that {SMALLEST} divides, and it is {'x'.join(map(str, module.weight.shape))}"
+    weight = weight_of(module)
+    if weight.dtype not in DTYPES:
+        return f"the kernel multiplies bf16 and fp16, and it is {str(weight.dtype).removeprefix('torch.')}"
+    if any(size % SMALLEST for size in weight.shape):
+        return f"the kernel needs sizes that {SMALLEST} divides, and it is {'x'.join(map(str, weight.shape))}"
     return None
 
 
@@ -162,8 +179,7 @@ def _compress_(module: nn.Module, name: str, step: str) -> str | None:
     Raises:
         StepError: the dense weight does not come back exactly.
     """
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
+    weight = weight_of(module)
     if not weight.is_cuda:
         return "it lies on the CPU"
     try:
@@ -172,6 +188,7 @@ def _compress_(module: nn.Module, name: str, step: str) -> str | None:
             compressed = torch._cslt_compress(weight.detach().contiguous())
         module.weight = nn.Parameter(compressed, requires_grad=False)
         module.__class__ = SparseLinear
+        assert isinstance(module, SparseLinear)
         back = module.dequantize()
     except (RuntimeError, NotImplementedError) as error:
         module.__class__, module.weight = nn.Linear, weight
@@ -183,8 +200,7 @@ def _compress_(module: nn.Module, name: str, step: str) -> str | None:
 
 def _shape_(module: nn.Module) -> None:
     """The compressed layer's structure, on meta or with values to be assigned."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
+    weight = weight_of(module)
     outputs, columns = weight.shape
     module.weight = nn.Parameter(weight.new_empty(outputs, columns // 16 * 9), requires_grad=False)
     module.__class__ = SparseLinear

@@ -3,6 +3,10 @@
 After Frantar and Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", algorithm 1: with
 H = X XT + damping and U the upper Cholesky factor of its inverse, a weight costs w^2 / U[c, c]^2, and the error of column c,
 divided by U[c, c], is spread over the later columns by row c of U.
+
+That decides each weight with what stands to its left alone. Once all zeros are known, the weights that are left are fitted once
+more, all together: least squares on the same matrix, by conjugate gradients for all rows at a time (`refit`; not in the paper,
+measured in docs/pruning.md).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ class Solved:
 
 
 def prune(
-    weight: Tensor, gram: Tensor, *, sparsity: float, pattern: tuple[int, int] | None, damping: float, block_columns: int
+    weight: Tensor, gram: Tensor, *, sparsity: float, pattern: tuple[int, int] | None, damping: float, block_columns: int, rounds: int = 0
 ) -> Solved | None:
     """
     Args:
@@ -36,6 +40,7 @@ def prune(
         sparsity: share of the zeros, of every block of columns; pattern: (2, 4) makes 2 of 4 neighbours zero instead.
         damping: share of the mean diagonal that is added to it; ten times as much after each failure, up to `STRONGEST_DAMPING`.
         block_columns: columns that one mask is chosen for; rounded to a multiple of the pattern's group.
+        rounds: of `refit` at the end.
 
     Returns:
         The weight in fp32 with its zeros, or None where the matrix stays singular. Zeros of `weight` stay.
@@ -55,7 +60,37 @@ def prune(
         errors = _block(left[:, start:stop], zero[:, start:stop], upper[start:stop, start:stop], wanted, pattern)
         left[:, stop:] -= errors @ upper[start:stop, stop:]
         done += wanted
+    if rounds:
+        left = refit(left, weight, gram, damping=used, rounds=rounds)
     return Solved(weight=left, damping=used)
+
+
+def refit(weight: Tensor, original: Tensor, gram: Tensor, *, damping: float, rounds: int) -> Tensor:
+    """The weights whose outputs are nearest to those of `original`, with the zeros of `weight`: fp32 [N, K].
+
+    Args:
+        weight: fp32 [N, K], where to start; its zeros stay.
+        original: [N, K]; gram: fp32 [K, K], as for `prune`.
+        damping: share of the mean diagonal that pulls each weight to its original.
+        rounds: of conjugate gradients with the diagonal as preconditioner (Hestenes and Stiefel 1952).
+    """
+    matrix = gram + damping * gram.diagonal().mean() * torch.eye(gram.shape[0], device=gram.device)
+    kept = weight != 0
+    found, scale = weight.clone(), matrix.diagonal().clamp_min(torch.finfo(torch.float32).tiny)
+    residual = ((original.float() - found) @ matrix) * kept
+    direction = residual / scale
+    energy = (residual * direction).sum(1, keepdim=True)
+    for _ in range(rounds):
+        turned = (direction @ matrix) * kept
+        curvature = (direction * turned).sum(1, keepdim=True)
+        length = torch.where(curvature > 0, energy / curvature, 0.0)
+        found += length * direction
+        residual -= length * turned
+        conditioned = residual / scale
+        after = (residual * conditioned).sum(1, keepdim=True)
+        direction = conditioned + torch.where(energy > 0, after / energy, 0.0) * direction
+        energy = after
+    return found * kept
 
 
 def _block(left: Tensor, zero: Tensor, upper: Tensor, wanted: int, pattern: tuple[int, int] | None) -> Tensor:

@@ -48,7 +48,7 @@ def survey(model: nn.Module, options: Prune, step: str) -> Survey:
     found = Survey(ignored=chosen.ignored, unmatched=chosen.unmatched, total_bytes=weight_bytes(model))
     holders = _holders(model)
     for name, module in chosen.chosen.items():
-        others = [other for other in holders.get(id(module.weight), []) if other != name]
+        others = [other for other in holders.get(id(weight_of(module)), []) if other != name]
         reason = f"its weight is tied to {', '.join(others)}" if others else _misfit(module, options)
         if reason:
             found.skipped[name] = reason
@@ -70,6 +70,13 @@ def refusals(layers: dict[str, nn.Module], step: str) -> Iterator[Problem]:
     for (what, fix), names in reasons.items():
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         yield Problem(where=f"step {step}, {shown}", what=f"the weight is {what}", fix=fix)
+
+
+def weight_of(module: nn.Module) -> nn.Parameter:
+    """The weight of a linear or a convolution."""
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
 
 
 def rows(module: nn.Module, weight: Tensor) -> Tensor:
@@ -126,8 +133,7 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
 
 def _misfit(module: nn.Module, options: Prune) -> str | None:
     """Why this layer is left as it is."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = weight_of(module)
     if weight.numel() == 0:
         return "it has no elements"
     if not weight.is_floating_point() or weight.dtype.itemsize < 2 or type(weight.data) is not Tensor:

@@ -8,6 +8,7 @@ inputs that the pruned ones before it give.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,16 +22,18 @@ from optforge.calibrate.kept import Kept
 from optforge.calibrate.statistics import Columns, Gram
 from optforge.calibrate.walk import Block, walk
 from optforge.errors import PlanError, Problem
+from optforge.masks import fold_masks_, said
 from optforge.measure.size import nbytes
 from optforge.spec import Json
 from optforge.transforms.base import Context, Receipt, Touched
-from optforge.transforms.masks import fold_masks_, said
 from optforge.transforms.prune import masks, sparse, sparsegpt
-from optforge.transforms.prune.survey import Survey, rows, survey, unrowed
+from optforge.transforms.prune.survey import Survey, rows, survey, unrowed, weight_of
 
 if TYPE_CHECKING:
     from optforge.transforms.prune import Prune
 
+NOTES = "#notes"
+"""Beside a block's weights in the cache: its notes as JSON."""
 MAGNITUDE, WANDA, SPARSEGPT = "magnitude", "wanda", "sparsegpt"
 
 
@@ -39,7 +42,7 @@ def apply(model: nn.Module, options: Prune, ctx: Context) -> Receipt:
     notes = said(fold_masks_(model))
     found = survey(model, options, ctx.step)
     _without_pruned(found, options)
-    before = {name: nbytes(module.weight) for name, module in found.layers.items()}
+    before = {name: nbytes(weight_of(module)) for name, module in found.layers.items()}
     pruned = _Pruning(options, found)
     if not ctx.planning and found.layers and options.method.name != MAGNITUDE:
         notes.append(_calibrated(model, pruned, ctx))
@@ -51,7 +54,11 @@ def apply(model: nn.Module, options: Prune, ctx: Context) -> Receipt:
         del found.layers[name]
     receipt = _receipt(found, options, before, ctx)
     receipt.notes = [*notes, *pruned.notes]
-    sparse.convert(model, list(found.layers), options, ctx, receipt)
+    if options.pattern is not None:
+        for module in found.layers.values():
+            vars(module)[sparse.PATTERN] = options.pattern.name
+    if options.pattern is not None and options.pattern.name == "2:4":
+        sparse.convert(model, list(found.layers), options.kernel.name, ctx, receipt)
     return receipt
 
 
@@ -88,7 +95,7 @@ class _Pruning:
 
     def without_data(self, name: str, module: nn.Module) -> None:
         """By magnitude. While planning it stands in for the other methods, whose zeros are as many."""
-        weight = rows(module, module.weight.detach())
+        weight = rows(module, weight_of(module).detach())
         if weight.is_meta or self.options.method.name != MAGNITUDE:
             return
         score = weight.float().abs()
@@ -96,7 +103,7 @@ class _Pruning:
         self._set(module, weight.masked_fill(self._mask(score, by_rows=False), 0))
 
     def with_data(self, name: str, module: nn.Module, inputs: Inputs) -> None:
-        weight = rows(module, module.weight.detach())
+        weight = rows(module, weight_of(module).detach())
         self._say_nonfinite(name, weight)
         if inputs.gram is not None and bool(weight.isfinite().all()):
             solved = sparsegpt.prune(
@@ -106,6 +113,7 @@ class _Pruning:
                 pattern=self.pattern,
                 damping=self.options.damping,
                 block_columns=self.options.block_columns,
+                rounds=self.options.refit,
             )
             if solved is not None:
                 if solved.damping > self.options.damping:
@@ -122,8 +130,7 @@ class _Pruning:
         return (masks.smallest_of_rows if by_rows else masks.smallest)(score, self.options.sparsity)
 
     def _set(self, module: nn.Module, matrix: Tensor) -> None:
-        old = module.weight
-        assert isinstance(old, Tensor)
+        old = weight_of(module)
         module.weight = nn.Parameter(unrowed(module, matrix, tuple(old.shape)), requires_grad=old.requires_grad)
 
     def _say_nonfinite(self, name: str, weight: Tensor) -> None:
@@ -135,7 +142,7 @@ class _Pruning:
 def _without_pruned(found: Survey, options: Prune) -> None:
     """Leaves out layers that have their zeros already."""
     for name, module in list(found.layers.items()):
-        weight = rows(module, module.weight.detach())
+        weight = rows(module, weight_of(module).detach())
         if weight.is_meta:
             continue
         zero = weight == 0
@@ -161,28 +168,45 @@ def _calibrated(model: nn.Module, pruning: _Pruning, ctx: Context) -> str:
 
     def visit(block: Block) -> None:
         inside = {name: layer for name, layer in block.inside(layers).items() if name not in done}
+        if not inside:
+            return
         done.update(inside)
         key = kept.key(f"{block.fingerprint()} {sorted(inside)}")
-        stored = kept.get(key, block.device) if inside else {}
+        stored = kept.get(key, block.device)
         if stored is None:
-            inputs = observe(block, inside, second_order=options.method.name == SPARSEGPT)
-            for name, module in inside.items():
-                if inputs[name].count:
-                    pruning.with_data(name, module, inputs[name])
-                else:
-                    pruning.unseen.append(name)
-            kept.put(key, {name: module.weight for name, module in inside.items() if name not in pruning.unseen})
-            return
-        for name, module in inside.items():
-            if name in stored:
-                module.weight = nn.Parameter(stored[name], requires_grad=module.weight.requires_grad)
-            else:
-                pruning.unseen.append(name)
+            kept.put(key, _pruned(pruning, block, inside))
+        else:
+            _restore(pruning, inside, stored)
 
     done: set[str] = set()
     outside = _outside(model, layers)
-    walk(model, taken.examples, visit, device=ctx.backend.torch_device(), outside=outside, tell=ctx.tell, title=f"prune by {options.method.name}")
+    title = f"prune by {options.method.name}"
+    walk(model, taken.examples, visit, device=ctx.backend.torch_device(), outside=outside, tell=ctx.tell, title=title)
     return taken.note
+
+
+def _pruned(pruning: _Pruning, block: Block, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Prunes the layers of one block; their weights, and what there was to say, for the cache."""
+    said_before = len(pruning.notes)
+    inputs = observe(block, layers, second_order=pruning.options.method.name == SPARSEGPT)
+    for name, module in layers.items():
+        if inputs[name].count:
+            pruning.with_data(name, module, inputs[name])
+        else:
+            pruning.unseen.append(name)
+    notes = json.dumps(pruning.notes[said_before:]).encode()
+    weights: dict[str, Tensor] = {name: weight_of(module) for name, module in layers.items() if name not in pruning.unseen}
+    return {**weights, NOTES: torch.frombuffer(bytearray(notes), dtype=torch.uint8)}
+
+
+def _restore(pruning: _Pruning, layers: Mapping[str, nn.Module], stored: Mapping[str, Tensor]) -> None:
+    """The block as an earlier run left it."""
+    pruning.notes += json.loads(bytes(stored[NOTES].tolist()))
+    for name, module in layers.items():
+        if name in stored:
+            module.weight = nn.Parameter(stored[name], requires_grad=weight_of(module).requires_grad)
+        else:
+            pruning.unseen.append(name)
 
 
 def _outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -229,15 +253,15 @@ def _columns(module: nn.Module, x: Tensor) -> Tensor:
         total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)] if padding == "same" else [0, 0]
         x = F.pad(x, [total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2])
         padding = (0, 0)
-    patches = F.unfold(x.float(), module.kernel_size, module.dilation, padding, module.stride)
-    channels = x.shape[1]
-    return patches.transpose(1, 2).unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
+    patches = F.unfold(x.float(), module.kernel_size, module.dilation, padding, module.stride).transpose(1, 2)
+    batch, places, _ = patches.shape
+    return patches.reshape(batch, places, x.shape[1], -1).transpose(2, 3).flatten(2)
 
 
 def _key(options: Prune) -> Json:
     """All of the options that decides a block's result beside its inputs."""
     pattern = None if options.pattern is None else options.pattern.name
-    return ["prune", options.method.name, options.sparsity, pattern, options.damping, options.block_columns]
+    return ["prune", options.method.name, options.sparsity, pattern, options.damping, options.block_columns, options.refit]
 
 
 def _receipt(found: Survey, options: Prune, before: dict[str, int], ctx: Context) -> Receipt:
@@ -245,7 +269,7 @@ def _receipt(found: Survey, options: Prune, before: dict[str, int], ctx: Context
     shares = {name: _share(module, options) for name, module in found.layers.items()}
     for name, module in found.layers.items():
         what = f"{options.method.name}, {shares[name]:.1%} zero" + (f" ({options.pattern.name})" if options.pattern else "")
-        dtype = str(module.weight.dtype).removeprefix("torch.")
+        dtype = str(weight_of(module).dtype).removeprefix("torch.")
         size = before[name]
         receipt.touched.append(Touched(name=name, what=what, bytes_before=size, bytes_after=size, dtypes={"weight": dtype}))
     receipt.bytes_before = receipt.bytes_after = sum(touched.bytes_before for touched in receipt.touched)
@@ -255,8 +279,7 @@ def _receipt(found: Survey, options: Prune, before: dict[str, int], ctx: Context
 
 def _share(module: nn.Module, options: Prune) -> float:
     """Zeros of a layer: counted where it has values, else what the options ask for."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = weight_of(module)
     if not weight.is_meta and bool((weight == 0).any()):
         return int((weight == 0).sum()) / weight.numel()
     if options.pattern is not None:

@@ -33,7 +33,7 @@ def said(folded: list[str]) -> list[str]:
 
 def _fold(module: nn.Module, name: str) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name:  # type: ignore[attr-defined]  # set by its apply
+        if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name:
             del module._forward_pre_hooks[key]
     original, mask = module._parameters.pop(f"{name}_orig"), module._buffers.pop(f"{name}_mask")
     assert original is not None and mask is not None
