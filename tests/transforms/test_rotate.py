@@ -10,8 +10,8 @@ from typing import Any
 import llamas
 import pytest
 import torch
-from toys import context, tiny_lm, token_ids
 from torch import Tensor, nn
+from toys import TinyAttention, context, tiny_lm, token_ids
 
 from optforge.backends.cpu import CpuBackend
 from optforge.errors import PlanError
@@ -212,10 +212,26 @@ def test_it_runs_before_quantization_wherever_it_is_written() -> None:
     assert [each.name for each in order(steps).steps] == ["spread", "weights"]
 
 
+class Wide(TinyAttention):
+    """Does not say how wide its heads are."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.width_of_a_head = self.__dict__.pop("head_dim")
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (
+            each(x).view(batch, tokens, -1, self.width_of_a_head).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+
+
 def test_a_model_of_ones_own_without_head_dim_keeps_its_values() -> None:
     model = tiny_lm()
     for layer in model.layers:
-        vars(layer.attention).pop("head_dim", None)
+        layer.attention = Wide(32, 4)
     ids = token_ids()
     with torch.no_grad():
         expected = model(ids)
