@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-EXTRAS := dev,hf,vision,sweep,xla
+EXTRAS := dev,hf,vision,sweep,xla,export
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

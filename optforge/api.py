@@ -57,8 +57,9 @@ def optimize(
     """
     source = GivenModel(module=model, example=as_example(example), tokenizer=tokenizer, trained=trained)
     run = _run(source, recipe, hardware, overrides)
-    if run.save and folder is None:
-        raise OutputError(Problem(where="folder", what="save=true needs a folder for the artifact", fix="pass folder='...', or save=false"))
+    if (run.save or run.export) and folder is None:
+        what = "save=true and export need a folder to write to"
+        raise OutputError(Problem(where="folder", what=what, fix="pass folder='...', or leave them out"))
     target = preflight.claim(Path(folder), "folder") if folder is not None else None
     outcome = engine.run(engine.plan(run), folder=target, progress=progress)
     if outcome.module is None:

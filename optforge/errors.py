@@ -14,6 +14,7 @@ line and exits with `exit_code`; a traceback appears only under `--debug`.
     │   ├── OutputError              a folder cannot be written, or its volume is full
     │   └── TrustError               loading this would run code
     ├── StepError                 1  a transform did not do what its receipt says
+    ├── ExportError               1  an exported artifact does not load in its engine, or computes something else there
     ├── OutOfMemory               1  the device ran out of memory
     └── ChildFailed               1  an isolated process raised, ended or was killed
         └── ChildTimeout             it ran longer than it may
@@ -91,6 +92,10 @@ class TrustError(UserError):
 
 class StepError(OptForgeError):
     """A transform did not do what its receipt says it did."""
+
+
+class ExportError(OptForgeError):
+    """An exported artifact does not load in its own engine, or computes something else there."""
 
 
 class OutOfMemory(OptForgeError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optforge import artifact, preflight, verdicts
+from optforge import artifact, export, preflight, verdicts
 from optforge.calibrate.samples import Samples
 from optforge.errors import OutputError, Problem
 from optforge.measure import compiles, memory, quality
@@ -52,6 +52,8 @@ class Execution:
     def _measured(self) -> nn.Module:
         if self.spec.save:
             preflight.space(self._saves_to(), artifact.room(self.plan.final_weight_bytes))
+        if self.spec.export:
+            export.foresee(self.spec, self.plan.loaded)
         loaded = self._load()
         self._baselines(loaded)
         module = self._grow() if self.fits and self.options.attribution != "ends" else self._all_at_once()
@@ -306,6 +308,8 @@ class Execution:
         self._generate(module, loaded)
         if self.spec.save:
             self._save(module)
+        if self.spec.export:
+            self._export(module, loaded)
 
     def _price(self, last: StepReport, against: str) -> None:
         """What a recipe for memory or size costs in time, which its verdict does not weigh."""
@@ -351,10 +355,21 @@ class Execution:
             )
             self.report.warnings.extend(self.report.artifact["warnings"])
 
-    def _saves_to(self) -> Path:
+    def _export(self, module: nn.Module, loaded: Loaded) -> None:
+        """Writes the optimized model in each format asked for; one that does not compute the same fails the run."""
+        self.rows.lift(module)
+        facts = {"verdict": self.report.verdict, "digest": loaded.digest}
+        subject = export.subject_of(self.spec, replace(loaded, module=module), self.backend.torch_device(), facts=facts)
+        for name in self.spec.export:
+            target = self._saves_to("export") / export.FOLDER / name
+            self.report.exports.append(export.export(subject, name, target, self.progress))
+            self.record.write()
+        self.rows.compile(module)
+
+    def _saves_to(self, key: str = "save") -> Path:
         if self.folder is None:
             raise OutputError(
-                Problem(where="save", what="a saved model needs a folder, and none was given", fix="give folder=..., or save=false")
+                Problem(where=key, what="a saved model needs a folder, and none was given", fix=f"give folder=..., or leave out {key}")
             )
         return self.folder
 

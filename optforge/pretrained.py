@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optforge.checkpoint import some
 from optforge.errors import ModelError, Problem
+from optforge.models.base import Companions
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +81,18 @@ def filled(
     model.train(False)
     checked: PreTrainedModel = model
     return checked
+
+
+def companions(folder: Path, *, trust: bool = False) -> Companions:
+    """The tokenizer and the generation config of a checkpoint's folder, each where it has one. Touches no network."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = generation = None
+    if list(folder.glob("tokenizer*")):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return Companions(tokenizer=tokenizer, generation_config=generation)
 
 
 def random_state(structure: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ what was tied. The old artifact stays whole until the new one is: everything is 
 it, flushed and renamed.
 """
 
-from optforge.artifact.layout import GIVEN
+from optforge.artifact.layout import GIVEN, NAME
 from optforge.artifact.read import Described, load, load_described, load_into
 from optforge.artifact.table import ties
 from optforge.artifact.write import require_storable, room, save
 
-__all__ = ["GIVEN", "Described", "load", "load_described", "load_into", "require_storable", "room", "save", "ties"]
+__all__ = ["GIVEN", "NAME", "Described", "load", "load_described", "load_into", "require_storable", "room", "save", "ties"]

@@ -207,6 +207,32 @@ def gate(
         raise typer.Exit(gate_command(request))
 
 
+@app.command("export")
+def export(
+    *,
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run with save=true, or its artifact/.", show_default=False)
+    ],
+    format_: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="compressed_tensors, huggingface, torch_export, aot_inductor or onnx.")
+    ],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FOLDER", help="Where to write; else export/FORMAT in the run's folder."),
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", metavar="", help="Allow code that the run names to be imported.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a saved model in the format of another engine, and check it there in a fresh process.
+
+    Exit codes: 0 written and checked; 1 it computes something else there; 2 something to change.
+    """
+    with guard(debug=debug):
+        from optforge.cli.export import Request, export_command
+
+        raise typer.Exit(export_command(Request(run=run_folder, format=format_, out=out, trust=trust)))
+
+
 @app.command("tune", context_settings=PASS_THROUGH)
 def tune(
     *,
@@ -239,6 +265,30 @@ def tune_final(folder: Annotated[Path, typer.Argument(metavar="FOLDER")], debug:
         from optforge.cli.tune import final_command
 
         raise typer.Exit(final_command(folder))
+
+
+@app.command("sensitivity", context_settings=PASS_THROUGH)
+def sensitivity(
+    *,
+    overrides: Overrides = None,
+    schemes: Annotated[Optional[str], typer.Option("--schemes", metavar="A,B", help="Schemes to look at.")] = None,  # noqa: UP045
+    samples: Annotated[Optional[int], typer.Option("--samples", metavar="N", help="Samples to run.")] = None,  # noqa: UP045
+    tokens: Annotated[Optional[int], typer.Option("--tokens", metavar="N", help="Tokens of each sample of text.")] = None,  # noqa: UP045
+    check: Annotated[Optional[int], typer.Option("--check", metavar="N", help="Layers to measure alone, the worst.")] = None,  # noqa: UP045
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say which layers of a model bear being rounded, and which to leave out: a list to paste as ignore.
+
+    Takes model=, data=, hardware= as run does, and recipe= for its limits and for the steps before quantization.
+    Exit codes: 0 measured; 2 something to change.
+    """
+    with guard(debug=debug):
+        from optforge.cli.sensitivity import Wanted, sensitivity_command
+
+        request = replace(_request(overrides, None, set_=None, drop=None, add=None), debug=debug)
+        wanted = Wanted(schemes=schemes, samples=samples, tokens=tokens, check=check, as_json=as_json)
+        raise typer.Exit(sensitivity_command(request, wanted))
 
 
 @app.command("show", context_settings=PASS_THROUGH)

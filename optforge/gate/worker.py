@@ -51,6 +51,7 @@ def _run(asked: Mapping[str, Any]) -> Run:
         require_target=bool(asked.get("require_target", True)),
         quality=replace(run.quality, enabled=run.quality.enabled and bool(asked.get("quality", True)), generate=0),
         save=False,
+        export=(),
     )
 
 

@@ -46,6 +46,15 @@ class Loaded:
     """What a reader of the figures must know, such as that the source weights were 4-bit already."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Companions:
+    """What lies beside a model's weights and goes with them into other engines; a source's method `companions` reads it without the
+    weights. A source without that method has none."""
+
+    tokenizer: Any = None
+    generation_config: Any = None
+
+
 @runtime_checkable
 class ModelSource(Protocol):
     """A frozen dataclass of a model's YAML keys, with a field `dtype` (`fp32`, `fp16`, `bf16`)."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from optforge import checkpoint
 from optforge.errors import ModelError, Problem, TrustError
-from optforge.models.base import Loaded, Tell
-from optforge.pretrained import check_dtype, filled, skeleton
+from optforge.models.base import Companions, Loaded, Tell
+from optforge.pretrained import check_dtype, companions, filled, skeleton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -79,11 +79,13 @@ class HuggingFace:
         structure: Any = loaded.module
         loaded.module = filled(type(structure), structure.config, state, self.dtype, where)
         loaded.digest = checkpoint.module_digest(loaded.module)
-        if loaded.family != "image_classifier" and list(folder.glob("tokenizer*")):
-            from transformers import AutoTokenizer
-
-            loaded.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=self.trust)
+        if loaded.family != "image_classifier":
+            loaded.tokenizer = companions(folder, trust=self.trust).tokenizer
         return loaded
+
+    def companions(self) -> Companions:
+        """The tokenizer and the generation config that lie beside the weights."""
+        return companions(self._folder(_CONFIGS), trust=self.trust)
 
     def _folder(self, patterns: tuple[str, ...]) -> Path:
         """Where the files lie: the local folder, or the hub cache, filled first where downloading is allowed."""

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optforge import checkpoint
 from optforge.errors import Problem
-from optforge.models.base import Loaded, Tell
-from optforge.pretrained import check_dtype, filled, random_state, skeleton
+from optforge.models.base import Companions, Loaded, Tell
+from optforge.pretrained import check_dtype, companions, filled, random_state, skeleton
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -97,8 +97,12 @@ class Llama:
         loaded.notes += checkpoint.require_finite(state.items(), str(folder), allow=self.allow_nonfinite)
         loaded.module = filled(LlamaForCausalLM, self._config(), state, self.dtype, str(folder))
         loaded.digest = checkpoint.module_digest(loaded.module)
-        loaded.tokenizer = _tokenizer(folder)
+        loaded.tokenizer = companions(folder).tokenizer
         return loaded
+
+    def companions(self) -> Companions:
+        """What lies beside the weights of a checkpoint; nothing beside random ones."""
+        return Companions() if self.weights == RANDOM else companions(Path(self.weights).expanduser())
 
     @property
     def _name(self) -> str:
@@ -127,12 +131,3 @@ class Llama:
             bos_token_id=128_000,
             eos_token_id=128_001,
         )
-
-
-def _tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer, or None when its folder holds none (then text cannot be used, and data says so)."""
-    from transformers import AutoTokenizer
-
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from optforge import callables, checkpoint
 from optforge.errors import ModelError, Problem
-from optforge.models.base import FAMILIES, Loaded, Tell, as_example
+from optforge.models.base import FAMILIES, Companions, Loaded, Tell, as_example
 from optforge.pretrained import check_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -77,11 +77,16 @@ class FactoryModel:
         checkpoint.require_materialised(loaded.module, where)
         loaded.notes += checkpoint.require_finite(loaded.module.state_dict().items(), where, allow=self.allow_nonfinite)
         loaded.digest = checkpoint.module_digest(loaded.module)
-        if self.tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            loaded.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True)
+        loaded.tokenizer = self.companions().tokenizer
         return loaded
+
+    def companions(self) -> Companions:
+        """The tokenizer that the user named."""
+        if self.tokenizer is None:
+            return Companions()
+        from transformers import AutoTokenizer
+
+        return Companions(tokenizer=AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True))
 
     def _built(self) -> Loaded:
         """The factory's module in the run's dtype, in eval mode."""

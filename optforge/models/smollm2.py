@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from optforge import fetch
 from optforge.cache import building, cache_dir, sha256_of
 from optforge.errors import MissingDependency, ModelError, Problem
-from optforge.models.base import Loaded, Tell
+from optforge.models.base import Companions, Loaded, Tell
 from optforge.pretrained import check_dtype, filled, skeleton
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SmolLM2:
     def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:
         """Converts the source on the first call (about 12 s; `tell` gets a stage and a fraction), then maps the result."""
         from safetensors.torch import load_file
-        from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+        from transformers import LlamaForCausalLM
 
         from optforge.checkpoint import check_safetensors, module_digest, require_finite
 
@@ -86,11 +86,21 @@ class SmolLM2:
             module=module,
             family="causal_lm",
             name="smollm2_135m",
-            tokenizer=PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False),
+            tokenizer=_tokenizer(folder),
             vocab_size=49_152,
             digest=module_digest(module),
             notes=[NOTE],
         )
+
+    def companions(self) -> Companions:
+        """The tokenizer. Special tokens stand in the model's config; there is no generation config."""
+        return Companions(tokenizer=_tokenizer(_converted() or _convert(None)))
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
 
 
 def _config() -> LlamaConfig:

@@ -23,6 +23,7 @@ def render(report: Report) -> str:
         _section(f"Alternatives, {view.predicted_label(report)}", _alternatives(report)),
         _section(f"Roofline figures, {view.predicted_label(report)}", _predicted(report)),
         _section("Generations", _generations(report)),
+        _section("Exports", _bullets(view.exports(report))),
         _section("Environment", _bullets(f"{name}: {figures.named(name, value)}" for name, value in view.flat(report.environment))),
         _section("Repeat it", code(report.command) if report.command else ""),
     ]

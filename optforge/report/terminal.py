@@ -148,6 +148,7 @@ def print_report(report: Report, console: Console) -> None:
     if ranked:
         _lines(console, "instead", ranked[:3])
     _lines(console, "warning", view.warnings(report))
+    _lines(console, "export", view.exports(report))
     if report.error:
         _lines(console, "error", [f"{report.error.get('type')}: {report.error.get('message')}"])
     if report.folder:
