@@ -208,7 +208,9 @@ def verify(module: nn.Module, applied: Sequence[Applied]) -> None:
         for touched in one.receipt.touched:
             expected.update({(touched.name, tensor): (dtype, one.planned.name) for tensor, dtype in touched.dtypes.items()})
     for (name, tensor), (dtype, step) in expected.items():
-        found = str(getattr(module.get_submodule(name), tensor).dtype).removeprefix("torch.")
+        owner = module.get_submodule(name)
+        held = owner._parameters.get(tensor)  # a module may show its own code something else under the name
+        found = str((getattr(owner, tensor) if held is None else held).dtype).removeprefix("torch.")
         if found != dtype.removeprefix("torch."):
             raise StepError(f"step {step}: {name}.{tensor} should be {dtype} and is {found}: a later step changed it in silence")
     lost = filled(module, _pruned(applied))

@@ -8,7 +8,7 @@ docs/quantization.md). Scales stay fp32 whatever the model is cast to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,19 @@ INPUT_SCALES = ("input_scale", "input_offset")
 
 Stored = Mapping[str, Tensor | None]
 """The parameters of a quantized weight by name."""
+
+
+class StoredAs(Protocol):
+    """What must be known of stored rows to bring them back."""
+
+    @property
+    def scheme(self) -> Scheme: ...
+    @property
+    def fp8_format(self) -> str: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
 
 
 class Quantized(nn.Module):
@@ -97,7 +110,7 @@ class Quantized(nn.Module):
         return super()._apply(keep, recurse)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
 
 
-def dequantize(module: Quantized, stored: Stored) -> Tensor:
+def dequantize(module: StoredAs, stored: Stored) -> Tensor:
     """fp32 [rows, K] that some stored rows of `module` stand for."""
     scheme, weight, scale = module.scheme, stored["weight"], stored["weight_scale"]
     assert weight is not None and scale is not None

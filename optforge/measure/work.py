@@ -92,8 +92,8 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
     return sum(nbytes(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-_NOT_COMPUTED = ("weight_scale", "weight_zero_point")
-"""Parameters of a quantized layer that stay fp32 whatever dtype the layer computes in."""
+_NOT_COMPUTED = ("_scale", "_zero_point")
+"""Ends of the names of parameters of a quantized layer that stay fp32 whatever dtype the layer computes in."""
 
 
 def compute_dtype(module: nn.Module) -> torch.dtype | None:
@@ -104,7 +104,7 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
     floating = [
         parameter
         for name, parameter in module.named_parameters()
-        if parameter.is_floating_point() and name.rpartition(".")[2] not in _NOT_COMPUTED
+        if parameter.is_floating_point() and not name.endswith(_NOT_COMPUTED)
     ]
     chosen = next((parameter for parameter in floating if parameter.ndim > 1), None)
     if chosen is None and floating:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from optforge.errors import StepError
 from optforge.kernels.formats import FORMATS, Fp8Format, format_for
 from optforge.kernels.linears import quantize_, scheme_of, share_
+from optforge.kernels.parameters import QuantizedParameters, quantize_parameters_
 from optforge.kernels.quantized import Quantized
 from optforge.measure.size import nbytes
 from optforge.spec import Scheme
@@ -19,7 +20,7 @@ from optforge.transforms.quantize.algorithms import Algorithm, walks
 from optforge.transforms.quantize.calibrated import calibrate
 from optforge.transforms.quantize.ranges import static_scales
 from optforge.transforms.quantize.survey import IN_OUT, Survey, out_in
-from optforge.transforms.quantize.verify import verify_decided, verify_product, verify_storage
+from optforge.transforms.quantize.verify import verify_decided, verify_parameters, verify_product, verify_storage
 
 if TYPE_CHECKING:
     from optforge.transforms.quantize import Quantize
@@ -49,6 +50,9 @@ def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, 
             )
         if name in found.ties and found.policy == "untie":
             receipt.notes.append(f"{name} was tied to {', '.join(found.ties[name])} and no longer is: the model now holds both weights")
+    for name, keys in found.own.items():
+        receipt.touched.append(rounding.apply_own(name, model.get_submodule(name), keys))
+        receipt.kernels[QuantizedParameters.operator] = receipt.kernels.get(QuantizedParameters.operator, 0) + len(keys)
     for name, readers in carriers.items():
         if name not in found.layers:
             local = ", ".join(reader.rpartition(".")[2] for reader in readers)
@@ -62,6 +66,7 @@ def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, 
         "layers": {name: found.layouts[name] for name in found.layers},
         "ties": found.ties,
         "tied": found.policy,
+        "own": found.own,
     }
     if found.ties:
         _forget_tie(model)
@@ -96,6 +101,17 @@ class _Rounding:
             self.shapes.add(tuple(weight.shape))
         return layer
 
+    def apply_own(self, name: str, module: nn.Module, keys: list[str]) -> Touched:
+        """Quantizes weights that a module reads itself, to nearest whatever the algorithm, and checks them."""
+        originals = {key: tensor for key in keys if (tensor := module._parameters[key]) is not None}
+        before = sum(map(nbytes, originals.values()))
+        rest = sum(nbytes(parameter) for parameter in module.parameters(recurse=False)) - before
+        quantized = quantize_parameters_(module, keys, self.scheme, self.fmt, step=self.step)
+        verify_parameters(quantized, originals, name, self.step)
+        after = sum(nbytes(parameter) for parameter in module.parameters(recurse=False)) - rest
+        what = f"{quantized.scheme.name}: {', '.join(keys)}"
+        return Touched(name=name, what=what, bytes_before=before, bytes_after=after, dtypes=_dtypes(module))
+
 
 def _calibrated(model: nn.Module, found: Survey, options: Quantize, ctx: Context, receipt: Receipt) -> dict[str, list[str]]:
     """Quantizes what samples reach; modules that carry scales now, with the layers that read them."""
@@ -113,6 +129,8 @@ def rebuild(model: nn.Module, decisions: dict[str, Any]) -> None:
         module = _named(model, name, decisions["step"])
         linear = quantize_(module, out_in(module, layout), scheme, fmt, step=decisions["step"])
         _share(model, linear, decisions["ties"].get(name, []), decisions["tied"])
+    for name, keys in decisions.get("own", {}).items():
+        quantize_parameters_(_named(model, name, decisions["step"]), keys, scheme, fmt, step=decisions["step"])
     if decisions["ties"]:
         _forget_tie(model)
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from optforge.errors import PlanError, Problem
 from optforge.kernels.convolutions import hands_on
 from optforge.kernels.linears import Quantized
+from optforge.kernels.parameters import QuantizedParameters
 from optforge.measure.size import nbytes, weight_bytes
 from optforge.select import original_name, select
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 OUT_IN, IN_OUT, CONV2D, EMBEDDING = "out_in", "in_out", "conv2d", "embedding"
 """How a layer stores its weight: [N, K] as `nn.Linear`, [K, N] as GPT-2's Conv1D, [N, ...] of which all but N are inputs, or a row for
 each index."""
+
+
+ATTENTION_INPUTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Parameters of `nn.MultiheadAttention`, of which it has the first or the other three."""
 
 
 @dataclass(kw_only=True)
@@ -38,11 +43,13 @@ class Survey:
     ignored: list[str] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
     total_bytes: int = 0
+    own: dict[str, list[str]] = field(default_factory=dict)
+    """Modules whose code reads weights itself, to the local names of those: experts, attention of PyTorch."""
 
     def leave(self, name: str, reason: str) -> None:
         """Takes a layer out of what will be changed."""
         self.skipped[name] = reason
-        for table in (self.layers, self.layouts, self.ties):
+        for table in (self.layers, self.layouts, self.ties, self.own):
             table.pop(name, None)
 
 
@@ -60,7 +67,9 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
     readers = _read_by_others(model)
     shared = _sharers(model)
     for name, module in chosen.chosen.items():
-        if name in refused:
+        result.own.update(_own_weights(name, module) if name not in refused else {})
+    for name, module in chosen.chosen.items():
+        if name in refused or name in result.own:
             continue
         weight = _weight(module)
         partners = [other for other in shared[id(weight)] if other != name]
@@ -74,9 +83,9 @@ def survey(model: nn.Module, options: Quantize, step: str) -> Survey:
         result.layouts[name] = layout_of(module)
         if partners:
             result.ties[name] = partners
-    problems = [*dict.fromkeys(refused.values()), *_groups(result, options, step)]
-    result.skipped.update(_experts(model, ignore, result.total_bytes, step))
-    result.skipped.update(_attention_inputs(model, ignore, step))
+    problems = [*dict.fromkeys(refused.values()), *_groups(model, result, options, step)]
+    left = {**dict(_experts(model, ignore, result.total_bytes, step)), **dict(_attention_inputs(model, ignore, step))}
+    result.skipped.update({name: why for name, why in left.items() if name.rpartition(".")[0] not in result.own})
     if options.strict:
         problems += [
             Problem(where=f"step {step}, {name}", what=f"strict: true, and it stays unquantized: {why}")
@@ -111,7 +120,24 @@ def _targets(model: nn.Module, targets: list[str]) -> list[str]:
 
 
 def _has_weight(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding) or _is_conv1d(module)
+    kinds = nn.Linear | nn.Conv2d | nn.Embedding | QuantizedParameters
+    return isinstance(module, kinds) or _is_conv1d(module) or bool(_own_weights(name, module))
+
+
+def _own_weights(name: str, module: nn.Module) -> dict[str, list[str]]:
+    """Parameters that the module's code reads itself, by the module that holds them; empty for a layer that multiplies its weight."""
+    if isinstance(module, nn.MultiheadAttention):
+        inputs = [key for key in ATTENTION_INPUTS if module._parameters.get(key) is not None]
+        return {name: inputs, _join(name, "out_proj"): ["weight"]}
+    if isinstance(module, nn.modules.conv._ConvNd | Quantized | QuantizedParameters):
+        return {}
+    experts = [key for key, parameter in module._parameters.items() if parameter is not None and _holds_experts(parameter)]
+    return {name: experts} if experts else {}
+
+
+def _holds_experts(parameter: Tensor) -> bool:
+    """Whether it looks like the weights of several experts: a matrix for each entry of its first dimension."""
+    return parameter.dim() == 3 and parameter.is_floating_point() and min(parameter.shape) > 1
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -132,7 +158,7 @@ def _refused(chosen: dict[str, nn.Module], step: str) -> dict[str, Problem]:
     """Layers that rounding must not touch, whatever the options, each with its problem; layers of one problem share it."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name, module in chosen.items():
-        if isinstance(module, Quantized):
+        if isinstance(module, Quantized | QuantizedParameters):
             what = f"already {module.scheme.weight_dtype} (step {module.quantized_by})"
             layers.setdefault((what, "choose other layers by targets or ignore, or drop one of the steps"), []).append(name)
         elif kind := _parametrised(module):
@@ -243,14 +269,17 @@ class _Default(dict[int, list[str]]):
         return []
 
 
-def _groups(result: Survey, options: Quantize, step: str) -> list[Problem]:
+def _groups(model: nn.Module, result: Survey, options: Quantize, step: str) -> list[Problem]:
     """Applies `on_misfit` to every layer whose width the group size does not divide: skips it, or gives the problem."""
     size = options.group_size
     if size is None or options.on_misfit.name == "pad":
         return []
     misfits: dict[tuple[str, str], list[str]] = {}
-    for name, module in list(result.layers.items()):
-        columns = out_in(module, result.layouts[name]).shape[1]
+    widths = [(name, out_in(module, result.layouts[name]).shape[1]) for name, module in result.layers.items()]
+    for name, keys in result.own.items():
+        tensors = model.get_submodule(name)._parameters
+        widths += [(name, tensor.shape[-1]) for key in keys if (tensor := tensors[key]) is not None]
+    for name, columns in widths:
         if columns % size == 0:
             continue
         what, fix = f"group_size {size} does not divide its K={columns}", _fitting(columns)
@@ -272,17 +301,15 @@ def _experts(model: nn.Module, ignore: list[str], total_bytes: int, step: str) -
     """Weights kept as one 3-D parameter (mixture-of-experts layers), which no linear layer reads."""
     owners: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        plain = not isinstance(module, nn.modules.conv._ConvNd | Quantized)
+        plain = not isinstance(module, nn.modules.conv._ConvNd | Quantized | QuantizedParameters)
         if plain and any(p is not None and p.dim() == 3 and p.is_floating_point() for p in module._parameters.values()):
             owners[original_name(path)] = module
     for name, module in _not_ignored(model, owners, ignore, step).items():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 3:
                 share = nbytes(parameter) / max(total_bytes, 1)
-                yield (
-                    _join(name, key),
-                    f"a 3-D parameter {_shape(parameter)}, {share:.0%} of the model's bytes: only linear layers are quantized",
-                )
+                what = f"a 3-D parameter {_shape(parameter)}, {share:.0%} of the model's bytes: no target of the step"
+                yield _join(name, key), f"{what} (name its module or class in targets)"
 
 
 def _attention_inputs(model: nn.Module, ignore: list[str], step: str) -> Iterator[tuple[str, str]]:
@@ -290,9 +317,9 @@ def _attention_inputs(model: nn.Module, ignore: list[str], step: str) -> Iterato
     owners: dict[str, nn.Module] = {}
     owners.update((original_name(path), module) for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention))
     for name, module in _not_ignored(model, owners, ignore, step).items():
-        for key in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-            if module._parameters.get(key) is not None:
-                yield _join(name, key), "a bare parameter of nn.MultiheadAttention, not a linear layer"
+        for key in ATTENTION_INPUTS:
+            if module._parameters.get(key) is not None and not isinstance(module, QuantizedParameters):
+                yield _join(name, key), "a bare parameter of nn.MultiheadAttention, which is no target of the step"
 
 
 def _not_ignored(model: nn.Module, owners: dict[str, nn.Module], ignore: list[str], step: str) -> dict[str, nn.Module]:

@@ -6,17 +6,22 @@ dequantized weight's was computed wrongly (kernels that were silently off by a t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from optforge.errors import StepError
 from optforge.kernels import blocks
+from optforge.kernels.parameters import QuantizedParameters, Stored
 from optforge.kernels.quantized import Quantized, blocked
 
 SLACK = 1 + 1e-3
 """For the fp32 arithmetic of the bounds themselves."""
 CHECKED_ROWS = (1, 17)
 """Rows of the tried products: a token of a decode, and a number that is no multiple of anything."""
+LARGEST_ROUNDING = {"int8": 0.1, "fp8": 0.05, "int4": 0.5, "fp4": 0.25}
+"""Weight dtype -> largest relative error of a whole weight; a few large values among small ones cost integers most."""
 LARGEST_ERROR = {"int8": 0.03, "fp8": 0.08, "fp4": 0.3, None: 0.02}
 """Activation dtype -> largest relative error of a product in the Frobenius norm, about twice what normal inputs give."""
 
@@ -59,6 +64,24 @@ def verify_storage(layer: Quantized, original: Tensor, name: str, step: str) -> 
     excess = (found - original).abs() - _bound(layer, original) * SLACK
     if bool((excess > 0).any()):
         raise StepError(f"step {step}: {name} is stored {float(excess.max()):.3g} further from its weight than rounding explains")
+
+
+def verify_parameters(module: QuantizedParameters, originals: Mapping[str, Tensor], name: str, step: str) -> None:
+    """Weights that a module reads itself; nothing is checked on meta.
+
+    Raises:
+        StepError: one holds values that are not finite, or is further from its original than rounding explains.
+    """
+    for key, original in originals.items():
+        if original.is_meta:
+            continue
+        found = Stored(module, key).dequantize().float()
+        if not bool(found.isfinite().all()):
+            raise StepError(f"step {step}: the stored {key} of {name} holds values that are not finite")
+        wanted = original.detach().float()
+        error, size = float((found - wanted).norm()), float(wanted.norm())
+        if error > LARGEST_ROUNDING[module.scheme.weight_dtype] * size:
+            raise StepError(f"step {step}: {key} of {name} is stored {error / size:.2g} of its size away from its values")
 
 
 def verify_product(layer: Quantized, dtype: torch.dtype, name: str, step: str) -> None:
