@@ -90,6 +90,9 @@ def test_the_next_token_needs_no_teacher_and_packed_and_tied_weights_are_trained
     before, after = losses(apply(model, "heal/full", examples=one, loss="next_token", **{**SHORT, "learning_rate": 3e-3}))
     assert after < 0.8 * before
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    other = llamas.module(tie_word_embeddings=True)
+    receipt = apply(other, "heal/lora", examples=one, loss="next_token", **{**SHORT, "steps": 1})
+    assert "lm_head" not in {touched.name for touched in receipt.touched}, "the embedding is no product to change by factors"
 
 
 def test_classifiers_learn_from_their_own_outputs() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
+from torch.utils.flop_counter import FlopCounterMode
 from toys import CPU, FixedSamples, context, tiny_cnn, tiny_lm, token_ids
 
 from optforge.backends.cpu import CpuBackend
@@ -267,6 +268,11 @@ def test_the_sparse_storage_is_planned_for_a_gpu_that_multiplies_it() -> None:
     assert type(planned[0]) is sparse.SparseLinear and planned[0].weight.shape == (64, 36)
     assert receipt.bytes_after == receipt.bytes_before - 64 * 28 * 2
     assert "1 stays dense, with zeros in it: the kernel needs sizes that 32 divides, and it is 40x64" in receipt.notes
+    x = torch.empty(7, 64, device="meta", dtype=torch.bfloat16)
+    assert planned[0](x).shape == (7, 64), "the plan can trace it"
+    with FlopCounterMode(display=False) as counted:
+        planned[0](x)
+    assert counted.get_total_flops() == 8 * 64 * 64, "half of the dense product's, of rows filled up to 8"
     rebuilt = on_meta(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 40)).bfloat16())
     transform.replay(rebuilt, receipt)
     assert {k: v.shape for k, v in rebuilt.state_dict().items()} == {k: v.shape for k, v in planned.state_dict().items()}

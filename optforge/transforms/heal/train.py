@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,8 @@ def _parameters(model: nn.Module, options: Heal, step: str) -> tuple[dict[str, n
     ignore = [*options.ignore, *options.ignore_extra]
     if options.method.name == "lora":
         chosen = select(model, options.targets, ignore, step=step, eligible=lambda _, module: isinstance(module, nn.Linear))
-        ids = {id(module._parameters.get("weight")) for module in chosen.chosen.values()}
+        tied = _held_twice(model)
+        ids = {id(module._parameters.get("weight")) for module in chosen.chosen.values()} - tied
     else:
         chosen = select(model, ["re:.*"], ignore, step=step, eligible=lambda _, module: any(True for _ in module.parameters(recurse=False)))
         ids = {id(parameter) for module in chosen.chosen.values() for parameter in module._parameters.values()}
@@ -85,6 +87,12 @@ def _parameters(model: nn.Module, options: Heal, step: str) -> tuple[dict[str, n
         if id(parameter) in ids - kept and parameter.is_floating_point() and parameter.dtype.itemsize > 1 and parameter.numel()
     }
     return found, chosen.ignored
+
+
+def _held_twice(model: nn.Module) -> set[int]:
+    """ids of parameters that several modules hold. The change of a head that is tied to the embedding is none of low rank to both."""
+    counts = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None)
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _heal(model: nn.Module, parameters: dict[str, nn.Parameter], options: Heal, ctx: Context) -> list[str]:
