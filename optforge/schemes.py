@@ -119,7 +119,7 @@ _TWO = "uint8 scale [N, ceil(K/16)], the bits of e4m3, one fp32 scale [1]"
 _GROUPS = "fp32 scale [N, groups], uint8 zero point [N, groups]"
 
 TABLE: tuple[Entry, ...] = (
-    _entry("int8_weight", _BYTES, _WEIGHT, _int8),
+    _entry("int8_weight", _BYTES, _WEIGHT | {"cpu": "native up to 7 rows of bf16, above dequantized first"}, _int8),
     _entry("int8_dynamic", f"{_BYTES}, fp32 row sum [N]", _INT8, _rounding(_int8, "row"), "int8_weight"),
     _entry(
         "int8_static",

@@ -67,6 +67,24 @@ def test_the_int8_product_is_counted() -> None:
     assert counter.get_total_flops() == 2 * 3 * 8 * 5
 
 
+@pytest.mark.parametrize("columns", [32, 96, 33, 5, 40])
+@pytest.mark.parametrize("rows", [1, 3, 7, 8])
+def test_few_rows_of_bf16_on_a_cpu_are_multiplied_with_int8(rows: int, columns: int) -> None:
+    """Against float64. Widths that are no multiple of 32 must not reach PyTorch's product, which reads past their end."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    x, weight = (torch.randn(size, columns, generator=generator).bfloat16() for size in (rows, 17))
+    bias = torch.randn(17, generator=generator).bfloat16()
+    stored, scale = rounding.int8_weight(weight)
+    expected = x.double() @ (stored.double() * scale.double()).T + bias.double()
+    with FlopCounterMode(display=False) as counter:
+        found = int8_weight.int8_weight(x, stored, scale, bias)
+    assert found.dtype is torch.bfloat16
+    assert float((found.double() - expected).norm() / expected.norm()) < 0.006, "bf16 rounds by 0.2%, sums and result"
+    taken = torch.ops.aten._weight_int8pack_mm in counter.get_flop_counts()["Global"]
+    assert taken == (rows < 8 and columns % 32 == 0)
+    assert counter.get_total_flops() == 2 * rows * columns * 17
+
+
 @pytest.mark.parametrize("scheme", list(SchemeName), ids=lambda s: s.name)
 def test_an_export_holds_no_operator_of_ours(scheme: SchemeName) -> None:
     model = nn.Sequential(nn.Linear(64, 32)).eval()
