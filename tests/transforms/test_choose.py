@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import TinyLM, context, tiny_lm, token_ids
+from toys import CPU, TinyLM, context, tiny_lm, token_ids
 
 from optforge import config, registry
 from optforge.backends.cpu import CpuBackend
@@ -123,6 +123,8 @@ def test_strain_is_the_largest_share_of_a_limit() -> None:
     careful = judge.cautious(found)
     assert careful.perplexity_increase == pytest.approx(0.0202, rel=1e-3), "exp(0.02) - 1: the KL is the better known"
     assert judge.cautious(found, floor=0.02).perplexity_increase == 0.001
+    scattered = judge.cautious(found, tokens=10_000).perplexity_increase
+    assert scattered == pytest.approx(0.0236, rel=2e-3), "exp(0.02 + 1.645 sqrt(2 x 0.02 / 10,000)) - 1"
     assert found.perplexity_increase == 0.001, "the result itself is as it was"
 
 
@@ -463,6 +465,9 @@ def test_candidates_without_units_are_left_out_with_the_reason() -> None:
     receipt = Choose().apply(on_meta(model()), ctx)
     assert {touched.what for touched in receipt.touched} == {"int8_weight"}
     assert any("int8_dynamic is no candidate: v100 has no int8" in note for note in receipt.notes)
+    assert list(Choose().steps(old)) == ["int8_dynamic", "fp8_dynamic", "int8_weight", "int4_weight", "fp8_weight"]
+    assert list(Choose().steps(CPU)) == ["int8_dynamic", "int8_weight"], "what is emulated saves memory and no time"
+    assert "int4_weight" in Choose(max_weight_bytes=1).steps(CPU)
     with pytest.raises(PlanError, match="no scheme fits a layer of this model"):
         Choose(schemes=["int8_dynamic"]).apply(on_meta(model()), ctx)
 
@@ -498,6 +503,8 @@ def test_a_tied_head_follows_the_policy(speeds: dict[str, dict[str, float]]) -> 
     tree = alias(original)
     receipt = chooser(tied=Tied.untie).apply(tree, live(original, {"max_kl": 100.0}))
     assert "inner.lm_head" in chosen(receipt)
+    saved = sum(row["candidates"][row["choice"]]["saved_bytes"] for row in receipt.decisions["table"])
+    assert weight_bytes(tree) == weight_bytes(original) - saved, "the head's own copy counts"
     tree = alias(original)
     receipt = chooser().apply(tree, live(original, {"max_kl": 100.0}))
     assert "tied to" in receipt.skipped["inner.lm_head"]
@@ -515,7 +522,6 @@ def test_what_has_nothing_to_measure_with_says_so() -> None:
         ({}, {"limits": {}}, "has no limit to choose within"),
         ({}, {"limits": {"min_metric": 1.0}}, "has no limit to choose within"),
         ({"schemes": ["int8_dynamik"]}, {}, "unknown scheme 'int8_dynamik'"),
-        ({"schemes": []}, {}, "nothing to choose from"),
         ({"group_size": 7}, {}, "group_size 7 has no kernel"),
         ({"samples": 0}, {}, "must be 1 or more, is 0"),
         ({}, {"workload": "train"}, "no gradient"),

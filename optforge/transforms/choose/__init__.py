@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optforge.errors import Problem, near
 from optforge.measure.limits import LIMITS
-from optforge.schemes import SCHEMES
+from optforge.schemes import NATIVE, SCHEMES, TABLE
 from optforge.spec import Hardware
 from optforge.transforms.base import Context, Lowered, Phase, Receipt
 from optforge.transforms.quantize import DEFAULT_TARGETS, GROUP_SIZES, Misfit, Quantize, SchemeName, Tied
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SEEN = tuple(name for name in LIMITS if name != "min_metric")
 """Limits that the samples can be held to."""
-DEFAULT_SCHEMES = ("int8_dynamic", "fp8_dynamic", "int8_weight", "fp8_weight", "int4_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,9 @@ class Choose:
     kind: ClassVar[str] = "quantize"
     phase: ClassVar[Phase] = Phase.QUANTIZE
 
-    schemes: list[str] = field(default_factory=lambda: list(DEFAULT_SCHEMES))
-    """The candidates; those that the target has no units for are left out. A plan, which cannot measure, shows the first that is left."""
+    schemes: list[str] = field(default_factory=list)
+    """The candidates. Empty: all that run natively on the target without calibration (with `max_weight_bytes` the emulated ones too). Those
+    that the target has no units for are left out. A plan, which cannot measure, shows the first that is left."""
     group_size: int | None = 64
     """int4_weight: inputs that share a scale; null is one scale per output channel."""
     symmetric: bool = False
@@ -69,8 +69,6 @@ class Choose:
             if name not in SCHEMES:
                 fix = near(name, SCHEMES) or f"known: {', '.join(SCHEMES)}"
                 yield Problem(where=f"{where}, schemes", what=f"unknown scheme {name!r}", fix=fix)
-        if not self.schemes:
-            yield Problem(where=f"{where}, schemes", what="there is nothing to choose from", fix=f"{at}.schemes=[int8_dynamic]")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             sizes = ", ".join(map(str, GROUP_SIZES))
             yield Problem(where=where, what=f"group_size {self.group_size} has no kernel", fix=f"use one of {sizes}, or null")
@@ -101,9 +99,15 @@ class Choose:
         for part in receipt.decisions["parts"]:
             Quantize(scheme=SchemeName[part["scheme"]["name"]]).replay(model, Receipt(decisions=part))
 
-    def steps(self) -> Mapping[str, Quantize]:
-        """Scheme -> the quantize step that would put it on every layer that it fits."""
-        return {name: self._step(name) for name in self.schemes}
+    def steps(self, target: Hardware) -> Mapping[str, Quantize]:
+        """Scheme -> the quantize step that would put it on every layer that it fits; those that round activations come first."""
+        return {name: self._step(name) for name in self.schemes or self._candidates(target)}
+
+    def _candidates(self, target: Hardware) -> list[str]:
+        own = [entry for entry in TABLE if entry.kernel and not entry.scheme.static]
+        if self.max_weight_bytes is None:
+            own = [entry for entry in own if str(getattr(entry, target.backend, NATIVE)).startswith(NATIVE)]
+        return [entry.scheme.name for entry in sorted(own, key=lambda entry: entry.scheme.activation_dtype is None)]
 
     def _step(self, name: str) -> Quantize:
         int4 = name == SchemeName.int4_weight.name

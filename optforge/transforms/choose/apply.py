@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def apply(options: Choose, model: nn.Module, ctx: Context) -> Receipt:
     """See `Choose.apply`."""
-    steps, left = candidates.native(options.steps(), ctx.target)
+    steps, left = candidates.native(options.steps(ctx.target), ctx.target)
     found, unfit = candidates.uniforms(model, steps, ctx) if steps else ({}, {})
     left |= unfit
     if not found:
@@ -68,7 +68,7 @@ def _require_room(options: Choose, model: nn.Module, found: Mapping[str, Uniform
         PlanError: the smallest assignment is larger than `max_weight_bytes`.
     """
     names = {name for one in found.values() for name in one.layers}
-    mixed = weight_bytes(model) - sum(max(one.saved.get(name, 0) for one in found.values()) for name in names)
+    mixed = weight_bytes(model) - sum(max(0, *(one.saved.get(name, 0) for one in found.values())) for name in names)
     smallest = min(mixed, *(one.weight_bytes for one in found.values()))  # a shared weight is in no layer's own saving
     limit = options.max_weight_bytes
     if limit is not None and smallest > limit:

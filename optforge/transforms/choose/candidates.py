@@ -18,7 +18,7 @@ from optforge.measure.size import weight_bytes
 from optforge.share import alias
 from optforge.spec import Hardware
 from optforge.transforms.base import Context, Receipt
-from optforge.transforms.quantize import Misfit, Quantize
+from optforge.transforms.quantize import Misfit, Quantize, Tied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Uniform:
     layers: Mapping[str, nn.Module]
     """The rounded layers by name."""
     saved: Mapping[str, int]
-    """Bytes that each of them takes less than the layer as it is."""
+    """Bytes that the model takes less by each of them; below zero for a head that shared its weight and no longer does."""
     weight_bytes: int
     """Of all parameters of the model."""
 
@@ -60,7 +60,10 @@ def uniforms(model: nn.Module, steps: Mapping[str, Quantize], ctx: Context) -> t
         except UserError as error:
             refused[scheme], left[scheme] = error, error.problems[0].what
             continue
-        saved = {one.name: one.bytes_before - one.bytes_after for one in receipt.touched if one.bytes_before}
+        # a head that no longer shares the embedding's weight takes memory of its own
+        untied = set(receipt.decisions.get("ties", {})) if step.tied is Tied.untie else set()
+        before = {one.name: 0 if one.name in untied else one.bytes_before for one in receipt.touched if one.bytes_before}
+        saved = {one.name: before[one.name] - one.bytes_after for one in receipt.touched if one.name in before}
         layers = {name: module for name in saved if isinstance(module := copy.get_submodule(name), Quantized)}
         if not layers:
             left[scheme] = "; ".join(dict.fromkeys(receipt.skipped.values())) or "it fits no layer"

@@ -13,7 +13,7 @@ from torch import nn
 from optforge.calibrate.samples import LANGUAGE, Samples, Taken
 from optforge.measure.size import weight_bytes
 from optforge.share import alias
-from optforge.spec import Json
+from optforge.spec import Json, QualityResult
 from optforge.transforms.base import Context
 from optforge.transforms.choose import candidates, costs, judge, knapsack, remembered, search, times
 from optforge.transforms.choose.candidates import Uniform
@@ -187,12 +187,15 @@ class _Strain:
         if key not in self.known:
             choice = self.choice
             result, broken = self.judging.evaluate(self._rounded(assigned))
-            self.known[key] = judge.strain(judge.cautious(result, self.floor), broken, choice.ctx.limits)
+            self.known[key] = judge.strain(self._cautious(result), broken, choice.ctx.limits)
             what = ", ".join(f"{scheme} on {len(names)}" for scheme, names in candidates.by_scheme(assigned).items())
             choice.judged[what] = f"{judge.words(result)}, {self.known[key]:.0%} of the limits"
             log.info("step %s: %s: %s", choice.ctx.step, what, choice.judged[what])
             choice._tell(f"quality of {what}: {choice.judged[what]}", 1.0)
         return self.known[key]
+
+    def _cautious(self, result: QualityResult) -> QualityResult:
+        return judge.cautious(result, floor=self.floor, tokens=self.choice.samples.quality.tokens)
 
     def kl(self, assigned: Mapping[str, str]) -> float:
         """The KL of an assignment; 0 where there is none."""

@@ -2,7 +2,8 @@
 
 The samples are those of calibration, which no figure of the report is taken on. On a few thousand tokens the change of
 perplexity is known to a few tenths of a percent, no better; its expectation on text that the model itself finds likely is the KL
-divergence, which is known far better. Of the two the larger one counts (`cautious`).
+divergence, which is known far better. Of the two the larger one counts, and room is left for the scatter of the figure that the run
+will be held to (`cautious`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from optforge.measure.language import LanguageQuality
 from optforge.measure.limits import LIMITS
 from optforge.measure.quality import ClassifierQuality, ModuleQuality
 from optforge.spec import QualityResult
+
+Z = 1.645
+"""Standard errors that are left to the run's own figure: where the limit is all used up, it misses it one time in twenty."""
 
 
 class Judge(Protocol):
@@ -62,15 +66,21 @@ class _Worst:
         return max(found, key=lambda one: math.inf if one[0].relative_error is None else one[0].relative_error)
 
 
-def cautious(result: QualityResult, floor: float = 0.0) -> QualityResult:
-    """The same with the KL in place of an increase of the loss that is smaller.
+def cautious(result: QualityResult, *, floor: float = 0.0, tokens: int = 0) -> QualityResult:
+    """The same with what the run's own figure may come to in place of an increase of the loss that is smaller.
 
-    `floor` is the KL that any change makes, however small, since in bf16 every later sum is rounded anew: two such models are
-    apart from one another, and neither is the worse for it.
+    That is the KL, and `Z` standard errors of the figure itself: over `tokens` it scatters by sqrt(2 KL / tokens), since where the
+    text is as the model predicts, the log-ratio of two close predictions has a variance of twice their divergence.
+
+    Args:
+        floor: the KL that any change makes, however small, since in bf16 every later sum is rounded anew: two such models are
+            apart from one another, and neither is the worse for it.
+        tokens: that the run takes its figure on; 0 leaves the scatter out.
     """
     if result.kl is None or result.perplexity_increase is None:
         return result
-    expected = max(0.0, min(result.kl, 700.0) - floor)
+    kl = min(result.kl, 700.0)
+    expected = max(0.0, kl - floor) + (Z * math.sqrt(2 * kl / tokens) if tokens else 0.0)
     if math.expm1(expected) <= result.perplexity_increase:
         return result
     loss = math.log(result.baseline_perplexity) if result.baseline_perplexity else 0.0

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from optforge.transforms.choose.times import Site
 
 FOLDER = "chosen"
+FORMAT = 1
+"""Goes up when the same measurements would lead to another choice."""
 log = logging.getLogger("optforge")
 
 
@@ -47,12 +49,12 @@ def place(options: Choose, model: nn.Module, taken: Taken | None, found: Mapping
         "reference": fingerprint(reference),
         "samples": fingerprint(examples),
         "options": {key: getattr(value, "name", value) for key, value in asdict(options).items()},
-        "limits": dict(ctx.limits),
+        "limits": [dict(ctx.limits), None if ctx.samples is None else ctx.samples.quality.tokens],
         "target": asdict(ctx.target),
         "device": [ctx.device.name, ctx.device.arch, dict(ctx.backend.environment())],
         "workload": {name: [site.calls, list(site.input.shape), str(site.input.dtype)] for name, site in found.items()},
         "compile": None if ctx.compile is None else dict(ctx.compile.options),
-        "versions": [__version__, torch.__version__],
+        "versions": [FORMAT, __version__, torch.__version__],
     }
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_dir() / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

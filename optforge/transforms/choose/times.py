@@ -12,14 +12,14 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from optforge.backends.base import Candidate
+from optforge.backends.base import Backend, Candidate
 from optforge.measure import timing
 from optforge.measure.size import nbytes
 from optforge.spec import Measure
@@ -30,6 +30,8 @@ STACKED = 4
 MOST_LAYERS = 512
 CACHES_BYTES = 64 * 2**20
 """More than the last cache of what this runs on: 32 MB for two cores of an EPYC, 50 MB of an H200."""
+OUT = 0.7
+"""A candidate that is slower than this share of the layer's own speed is out of the running."""
 OPTIONS = Measure(warmup=2, min_rounds=9, max_s=3.0, steady=0.01, batch_ms=10.0)
 """A shape is timed for some seconds; its compilation takes as long."""
 
@@ -98,15 +100,27 @@ def measure(
     # a program at a time stays compiled; the baseline is the last, which `time_together` holds the others against
     calls = [_call(scheme, others, names, inputs, ctx) for scheme, others in (*kinds.items(), ("as it is", layers))]
     with torch.no_grad():
-        samples, _ = timing.time_together(calls, synchronize=ctx.backend.synchronize, options=OPTIONS)
-    *others, before = samples
-    result = {}
-    for scheme, own in zip(kinds, others, strict=True):
-        ratio = timing.ratio(own, before)
-        base = float(np.median(before)) / count
-        result[scheme] = Time(seconds=base / ratio.value, before=base, low=ratio.low, high=ratio.high)
+        result = _timed(calls, count, ctx.backend)
     ctx.backend.free()
     return result
+
+
+def _timed(calls: Sequence[Candidate], count: int, backend: Backend) -> dict[str, Time]:
+    """All calls but the last in rounds with the last; what is out of the running after a short look is not looked at for long."""
+    *others, plain = calls
+    short = replace(OPTIONS, warmup=1, min_rounds=3, max_s=0.0)
+    looks, _ = timing.time_together(calls, synchronize=backend.synchronize, options=short)
+    result = {one.name: _time(own, looks[-1], count) for one, own in zip(others, looks, strict=False)}
+    running = [one for one in others if result[one.name].ratio > OUT]
+    if running:
+        *samples, before = timing.time_together([*running, plain], synchronize=backend.synchronize, options=OPTIONS)[0]
+        result |= {one.name: _time(own, before, count) for one, own in zip(running, samples, strict=True)}
+    return result
+
+
+def _time(own: Sequence[float], before: Sequence[float], count: int) -> Time:
+    ratio, base = timing.ratio(own, before), float(np.median(before)) / count
+    return Time(seconds=base / ratio.value, before=base, low=ratio.low, high=ratio.high)
 
 
 def _count(rounded: Sequence[nn.Module], layers: int, plain: nn.Module) -> int:
