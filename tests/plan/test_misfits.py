@@ -73,6 +73,18 @@ def test_b29_parts_of_a_split_that_fp8_cannot_multiply_are_refused(tmp_path: Pat
     assert all(line.endswith("degrees that fit everything: 2") for line in told)
 
 
+@pytest.mark.case("B73")
+@pytest.mark.parametrize(("scheme", "multiple"), [("fp8_block_weight", 128), ("mxfp4_weight", 32), ("nvfp4_weight", 16)])
+def test_b73_a_block_that_a_split_would_cut_is_refused_with_the_degrees_that_fit(tmp_path: Path, scheme: str, multiple: int) -> None:
+    step = f"weights: {{use: quantize/{scheme}, ignore: [lm_head]}}"
+    sizes = {"hidden_size": 8 * multiple, "intermediate_size": 2 * multiple, "num_attention_heads": 8, "num_key_value_heads": 8}
+    told = problems(tmp_path, step, "shard: {use: shard/tensor, tensor: 4}", **sizes)
+    assert told and all(f"/ tensor=4 = {multiple // 2} is no multiple of {multiple}" in line for line in told)
+    assert all(line.endswith("degrees that fit everything: 2") for line in told)
+    (weights, _) = plan(tmp_path, step, "shard: {use: shard/tensor, tensor: 2}", **sizes).steps
+    assert weights.receipt.touched
+
+
 @pytest.mark.case("B32")
 def test_b32_every_width_that_the_group_does_not_divide_is_told_at_once(tmp_path: Path) -> None:
     told = problems(tmp_path, INT4, hidden_size=192, intermediate_size=8640)

@@ -13,6 +13,7 @@ from torch import nn
 
 from optforge.errors import Problem
 from optforge.kernels.linears import Quantized
+from optforge.spec import Scheme
 from optforge.transforms.quantize import GROUP_SIZES
 from optforge.transforms.quantize.survey import counted
 from optforge.transforms.shard.layout import COLUMN, ROW, VOCABULARY, Split, in_features, out_features, rows
@@ -91,15 +92,23 @@ def _model_needs(model: nn.Module, found: list[Split]) -> Iterator[_Need]:
 def _layer_needs(split: Split) -> Iterator[_Need]:
     """N of columns and K of rows, with the block or group that each device's part must hold whole."""
     scheme = split.module.scheme if isinstance(split.module, Quantized) else None
-    multiple = FP8_MULTIPLE if scheme is not None and scheme.name == "fp8_dynamic" else 1
+    multiple = _multiple(scheme)
     if split.role == COLUMN:
         for width in dict.fromkeys(split.parts):
             yield _Need(split.name, "its N =" if len(split.parts) == 1 else "its packed part N =", width, multiple)
     elif split.role == VOCABULARY and multiple > 1:
         yield _Need(split.name, "its N =", out_features(split.module), multiple)
     elif split.role == ROW:
-        group = scheme.group_size if scheme is not None else None
-        yield _Need(split.name, "its K =", in_features(split.module), group or multiple, group is not None)
+        group = scheme.group_size if scheme is not None and scheme.granularity == "group" else None
+        chosen = scheme is not None and scheme.weight_dtype == "int4"  # other schemes have one size
+        yield _Need(split.name, "its K =", in_features(split.module), group or multiple, chosen and group is not None)
+
+
+def _multiple(scheme: Scheme | None) -> int:
+    """What both sizes of a device's part must be a multiple of: cuBLASLt's fp8 product, and squares that share a scale."""
+    if scheme is not None and scheme.granularity == "block":
+        return scheme.group_size or 1
+    return FP8_MULTIPLE if scheme is not None and scheme.name in ("fp8_dynamic", "fp8_static") else 1
 
 
 def _fix(need: _Need, degree: int, fitting: list[int]) -> str:
