@@ -76,6 +76,8 @@ class _State:
     starts: list[Tensor]
     first: Tensor
     """The token that the prompt itself chose, int64, shape [batch, 1]."""
+    widths: tuple[int, ...]
+    """`_widths` of the module that the cache was made for."""
 
 
 @dataclass(kw_only=True)
@@ -105,8 +107,13 @@ class DecodeWork:
 
         from optforge.kernels import kv_cache
 
-        known = self._states.get(module)
-        if known is not None and known.cache.layers[0].dtype == compute_dtype(module) and kv_cache.same_kind(known.cache, module):
+        known, widths = self._states.get(module), _widths(module)
+        if (
+            known is not None
+            and known.widths == widths
+            and known.cache.layers[0].dtype == compute_dtype(module)
+            and kv_cache.same_kind(known.cache, module)
+        ):
             cache = known.cache
             cache.reset()
         else:
@@ -119,6 +126,7 @@ class DecodeWork:
             lengths=lengths,
             starts=[length.clone() for length in lengths],
             first=logits[:, -1:].argmax(-1),
+            widths=widths,
         )
 
     def first(self, module: nn.Module) -> Tensor:
@@ -186,6 +194,12 @@ class DecodeWork:
         position = batch * kv_cache.position_bytes(module, dtype)
         seen = sum(context + step for step in range(self.new_tokens))
         return self.new_tokens * read_bytes(module, batch) + position * (seen + self.new_tokens)
+
+
+def _widths(module: nn.Module) -> tuple[int, ...]:
+    """The outputs of every linear, which a step that removes heads or layers changes, and with them the shape of the cache."""
+    found = (getattr(child, "out_features", None) for child in module.modules())
+    return tuple(width for width in found if isinstance(width, int))
 
 
 def _next(module: nn.Module, token: Tensor, cache: Any) -> Tensor:
