@@ -15,6 +15,7 @@ import torch
 
 from optforge import config
 from optforge.backends.base import Backend
+from optforge.calibrate.samples import Samples
 from optforge.errors import PlanError, Problem, UserError
 from optforge.measure.own import OwnMetric
 from optforge.measure.size import weight_bytes
@@ -253,6 +254,7 @@ class _Planner:
             example=self.example,
             later=later([one for one, _ in self.steps], step.name),
             limits=self.run.recipe.limits,
+            samples=Samples.of(self.run, self.loaded),
         )
 
     def _apply(self, step: Step, requested: str, moved: str | None, before: Graph) -> list[PlannedStep]:

@@ -73,7 +73,8 @@ class Context:
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """Arguments of one small forward pass, on the model's device (meta while planning)."""
     samples: Samples | None = None
-    """What a step may calibrate on; None while planning, and where there is no data (an artifact is loaded)."""
+    """What a step may calibrate on; a plan asks it for nothing but `reason_against`. None where there is no data (an artifact is
+    loaded)."""
     reference: nn.Module | None = None
     """The model as loaded, where it is at hand; shares what no step has replaced, and must not be changed."""
     tell: Tell | None = None
