@@ -5,9 +5,9 @@ calibrated on those of ten others. Batch norms are folded first, as a recipe wou
 OptForge's own quality code.
 
     python benchmarks/vision.py                                             # every row
-    python benchmarks/vision.py --rows fashion_cnn --images 1000
+    python benchmarks/vision.py --models fashion_cnn --rows "int8;mxfp4" --images 1000
 
-Writes benchmarks/results/cpu/<date>_vision.json and .md.
+Writes benchmarks/results/cpu/<date>_vision.json and .md; rows of the same day that are not run again are kept.
 """
 
 from __future__ import annotations
@@ -137,11 +137,18 @@ def rows(model: Model, wanted: list[str], images: int | None) -> Iterator[Row]:
         )
 
 
+def kept(path: Path, found: list[Row]) -> list[Row]:
+    """The rows of the file and those that were found now, models and schemes in the order of the tables above."""
+    before = [Row(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
+    rows = {(row.model, row.name): row for row in (*before, *found)}
+    return [rows[key] for key in ((model, name) for model in MODELS for name in ROWS) if key in rows]
+
+
 def table(found: list[Row], command: str) -> str:
     lines = [
         f"# Image classifiers, quantized ({date.today().isoformat()})",
         "",
-        f"`{command}`, torch {torch.__version__}, CPU. Agreement with the model as loaded, fp32.",
+        f"Last run: `{command}`, torch {torch.__version__}, CPU. Agreement with the model as loaded, fp32.",
         "",
         "| model | scheme | images | agreement | top-1 (as loaded) | weights (as loaded) | seconds to quantize |",
         "|---|---|---|---|---|---|---|",
@@ -160,17 +167,17 @@ def main() -> None:
     parser.add_argument("--rows", default=";".join(ROWS), help="names of rows, with ; between them")
     parser.add_argument("--images", type=int, help="fewer images than all")
     options = parser.parse_args()
-    found = []
-    for name in options.models.split(","):
-        for row in rows(MODELS[name], options.rows.split(";"), options.images):
-            print(f"{row.model}: {row.name}: agreement {row.agreement:.2%}, top-1 {row.top1:.2%}, {row.seconds:.0f} s", flush=True)
-            found.append(row)
     command = shlex.join(["python", "benchmarks/vision.py", *sys.argv[1:]])
     stem = RESULTS / f"{date.today().isoformat()}_vision"
     stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps({"command": command, "rows": [asdict(row) for row in found]}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(table(found, command))
-    print(table(found, command))
+    for name in options.models.split(","):
+        for row in rows(MODELS[name], options.rows.split(";"), options.images):
+            print(f"{row.model}: {row.name}: agreement {row.agreement:.2%}, top-1 {row.top1:.2%}, {row.seconds:.0f} s", flush=True)
+            found = kept(stem.with_suffix(".json"), [row])
+            stem.with_suffix(".json").write_text(
+                json.dumps({"command": command, "rows": [asdict(each) for each in found]}, indent=1) + "\n"
+            )
+            stem.with_suffix(".md").write_text(table(found, command))
 
 
 if __name__ == "__main__":

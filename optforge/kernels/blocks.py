@@ -81,14 +81,16 @@ def bound(original: Tensor, scale: Tensor, whole: Tensor | None, scheme: Scheme)
     """The largest error of each stored value: half a step, and in MX what saturates.
 
     An e4m3 value is off by at most 1/16 of itself or half the smallest step. Steps of e2m1 are at most a sixteenth of a value of 6
-    or half of 0.5. MX saturates from 448 to 512, and from 6 to 8.
+    or half of 0.5. MX saturates from 448 to 512, and from 6 to 8; NVFP4 where its e4m3 scale is rounded down, which is a sixteenth of
+    the scale, or half of its smallest step.
     """
     size = original.abs()
     if scheme.granularity == "block":
         return size / 16 + _square_spread(scale, original, scheme.group_size or 128) * 2.0**-10
     spread = _spread(_scales(scale, whole, scheme), original.shape[1], scheme.group_size or 32)
     relative, smallest = (1 / 4, 0.25) if scheme.weight_dtype == "fp4" else (1 / 8, 2.0**-10)
-    return size * relative + spread * smallest
+    saturated = 0.0 if whole is None else whole * E2M1_MAXIMUM * SMALLEST_E4M3 / 2
+    return size * relative + spread * smallest + saturated
 
 
 def _rounded(values: Tensor, scheme: Scheme, largest: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

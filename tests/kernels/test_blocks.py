@@ -133,6 +133,17 @@ def test_errors_stay_within_the_bound_and_reach_it(name: str, size: float) -> No
 
 
 @pytest.mark.parametrize("name", BLOCKED)
+def test_blocks_of_very_different_sizes_keep_to_their_bounds(name: str) -> None:
+    """NVFP4's block scales reach from 448 down to 2^-9 of one fp32 scale: below that a block loses its values, within the bound."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512) * 10 ** torch.linspace(-9, 0, 64)[:, None]
+    scheme = SCHEMES[name]
+    found = blocks.store(weight, scheme, OCP.name)
+    bound = blocks.bound(weight, found["weight_scale"], found.get("weight_global_scale"), scheme)
+    assert bool(((back(found, 512, name) - weight).abs() <= bound * 1.001).all())
+
+
+@pytest.mark.parametrize("name", BLOCKED)
 def test_activations_are_rounded_row_by_row_as_weights_are(name: str) -> None:
     """Each row alone gives what it gives among others: batching changes nothing."""
     torch.manual_seed(0)
