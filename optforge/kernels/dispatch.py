@@ -119,5 +119,3 @@ def _int_mm_flops(a_shape: tuple[int, int], b_shape: tuple[int, int], *arguments
 
 if torch.ops.aten._int_mm not in flop_registry:  # PyTorch counts it as nothing
     register_flop_formula(torch.ops.aten._int_mm)(_int_mm_flops)
-if torch.ops.aten._weight_int8pack_mm not in flop_registry:
-    register_flop_formula(torch.ops.aten._weight_int8pack_mm)(product_flops)

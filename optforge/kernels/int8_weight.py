@@ -5,7 +5,8 @@ int8 values are exact in bf16, so the scale is applied to the sums and the weigh
 
 On a CPU a few rows of bf16 take PyTorch's own product of bf16 with int8, which converts in registers: one row of 576 x 576 takes 22 us,
 against 62 us of the bf16 product and 16 us of `torch._int_mm`, which wants its activations rounded too; four rows 26, 62 and 40 us
-(docs/log.md). It reads past the end of rows that are no multiple of 32 long (one of 33 ended the process), so those do not take it.
+(docs/log.md). It reads past the end of rows that are no multiple of 32 long (one of 33 ended the process), so those do not take it. It
+is an operator of this package, since Inductor's own lowering of it fails on an input that it would compute in place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optforge.kernels.dispatch import decomposing, define, on_cpu, takes_kernel
+from optforge.kernels.dispatch import decomposing, define, define_plain, on_cpu, product_flops, takes_kernel
 from optforge.kernels.launches import INT8
 
 FEW_ROWS = 8
@@ -26,7 +27,7 @@ def int8_weight(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
         result: Tensor = torch.ops.optforge.int8_weight(x, weight, scale, bias)
         return result
     if _is_few(x):
-        return _scaled(torch.ops.aten._weight_int8pack_mm(x, weight, x.new_ones(weight.shape[0])), scale, bias)
+        return _scaled(torch.ops.optforge.int8_few(x, weight), scale, bias)
     return reference(x, weight, scale, bias)
 
 
@@ -58,4 +59,16 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     return launch(x, weight, scale, None, bias, kind=INT8)
 
 
+def _few(x: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, x.new_ones(weight.shape[0]))
+    return product
+
+
+define_plain(
+    "int8_few",
+    "(Tensor x, Tensor weight) -> Tensor",
+    cpu=_few,
+    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
+    flops=product_flops,
+)
 define("int8_weight", "Tensor scale, Tensor? bias", cuda=_launch, reference=reference)

@@ -274,7 +274,7 @@ _PRODUCTS: dict[str, Callable[[tuple[Any, ...]], Product]] = {
     "int4_weight": lambda args: _linear(args[0], args[1]),
     "fp8_weight": lambda args: _linear(args[0], args[1]),
     "int8_packed": lambda args: _packed(args[0], args[1]),
-    "_weight_int8pack_mm": lambda args: _linear(args[0], args[1]),
+    "int8_few": lambda args: _linear(args[0], args[1]),
     "_cslt_sparse_mm": lambda args: _compressed(args[0], args[1]),
 }
 

@@ -80,7 +80,7 @@ def test_few_rows_of_bf16_on_a_cpu_are_multiplied_with_int8(rows: int, columns: 
         found = int8_weight.int8_weight(x, stored, scale, bias)
     assert found.dtype is torch.bfloat16
     assert float((found.double() - expected).norm() / expected.norm()) < 0.006, "bf16 rounds by 0.2%, sums and result"
-    taken = torch.ops.aten._weight_int8pack_mm in counter.get_flop_counts()["Global"]
+    taken = torch.ops.optforge.int8_few in counter.get_flop_counts()["Global"]
     assert taken == (rows < 8 and columns % 32 == 0)
     assert counter.get_total_flops() == 2 * rows * columns * 17
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optforge.errors import Problem, near
 from optforge.measure.limits import LIMITS
-from optforge.schemes import NATIVE, SCHEMES, TABLE
+from optforge.schemes import LACKING, NATIVE, SCHEMES, TABLE, runs
 from optforge.spec import Hardware
 from optforge.transforms.base import Context, Lowered, Phase, Receipt
 from optforge.transforms.quantize import DEFAULT_TARGETS, GROUP_SIZES, Misfit, Quantize, SchemeName, Tied
@@ -37,8 +37,8 @@ class Choose:
     phase: ClassVar[Phase] = Phase.QUANTIZE
 
     schemes: list[str] = field(default_factory=list)
-    """The candidates. Empty: all that run natively on the target without calibration (with `max_weight_bytes` the emulated ones too). Those
-    that the target has no units for are left out. A plan, which cannot measure, shows the first that is left."""
+    """The candidates. Empty: all that run natively on the target without calibration; the emulated ones too where there is no native
+    one, and with `max_weight_bytes`. A plan, which cannot measure, shows the first one that the target has units for."""
     group_size: int | None = 64
     """int4_weight: inputs that share a scale; null is one scale per output channel."""
     symmetric: bool = False
@@ -105,8 +105,9 @@ class Choose:
 
     def _candidates(self, target: Hardware) -> list[str]:
         own = [entry for entry in TABLE if entry.kernel and not entry.scheme.static]
-        if self.max_weight_bytes is None:
-            own = [entry for entry in own if str(getattr(entry, target.backend, NATIVE)).startswith(NATIVE)]
+        native = [entry for entry in own if str(getattr(entry, target.backend, NATIVE)).startswith(NATIVE)]
+        if self.max_weight_bytes is None and any(runs(entry.scheme, target) != LACKING for entry in native):
+            own = native
         return [entry.scheme.name for entry in sorted(own, key=lambda entry: entry.scheme.activation_dtype is None)]
 
     def _step(self, name: str) -> Quantize:
