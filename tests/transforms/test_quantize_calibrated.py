@@ -373,6 +373,31 @@ def test_what_scales_cannot_be_folded_before_is_named() -> None:
     assert carriers and all(touched.name.endswith(".norm") for touched in carriers)
 
 
+@pytest.mark.parametrize("scheme", ["int4_weight", "int8_weight"])
+def test_convolutions_are_decided_on_their_patches_and_grouped_ones_on_each_groups_own(scheme: str) -> None:
+    from toys import tiny_cnn
+
+    draw = torch.Generator().manual_seed(2)
+    smooth = nn.functional.interpolate(torch.randn(24, 1, 3, 5, 5, generator=draw).flatten(0, 1), (16, 16), mode="bilinear")
+    examples = [((image[None],), {}) for image in smooth]
+    original = tiny_cnn()
+    expected = original(smooth).detach()
+    off = {}
+    fields = {"targets": ["Conv2d", "Linear"]} | ({"group_size": None} if scheme == "int4_weight" else {})
+    for algorithm in (Algorithm.rtn, Algorithm.gptq):
+        receipt = quantize(model := alias(original), examples, scheme, algorithm=algorithm, **fields)
+        off[algorithm] = float((model(smooth) - expected).norm() / expected.norm())
+        assert len(receipt.touched) == 4 and receipt.skipped == {}
+    assert off[Algorithm.gptq] < 0.8 * off[Algorithm.rtn]
+
+
+def test_a_table_among_the_targets_is_rounded_and_that_is_said() -> None:
+    model = llamas.module()
+    receipt = quantize(model, texts(), algorithm=Algorithm.gptq, targets=["Linear", "Embedding"], ignore=["lm_head"])
+    assert "model.embed_tokens: rounded to nearest, since gptq decides linear layers and convolutions" in receipt.notes
+    assert "model.embed_tokens" in receipt.decisions["layers"]
+
+
 def told(**fields: Any) -> list[str]:
     return [f"{problem.what}; {problem.fix}" for problem in Quantize(**fields).check(context("weights"))]
 

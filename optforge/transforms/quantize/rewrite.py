@@ -53,6 +53,7 @@ def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, 
     for name, keys in found.own.items():
         receipt.touched.append(rounding.apply_own(name, model.get_submodule(name), keys))
         receipt.kernels[QuantizedParameters.operator] = receipt.kernels.get(QuantizedParameters.operator, 0) + len(keys)
+    receipt.notes += _merely_rounded(found, options)
     for name, readers in carriers.items():
         if name not in found.layers:
             local = ", ".join(reader.rpartition(".")[2] for reader in readers)
@@ -111,6 +112,13 @@ class _Rounding:
         after = sum(nbytes(parameter) for parameter in module.parameters(recurse=False)) - rest
         what = f"{quantized.scheme.name}: {', '.join(keys)}"
         return Touched(name=name, what=what, bytes_before=before, bytes_after=after, dtypes=_dtypes(module))
+
+
+def _merely_rounded(found: Survey, options: Quantize) -> list[str]:
+    """Names what the algorithm does not decide: tables whose rows are looked up, and weights that a module multiplies itself."""
+    tables = [name for name, module in found.layers.items() if isinstance(module, nn.Embedding) and walks(options)]
+    left = [*tables, *(found.own if options.algorithm is not Algorithm.rtn else ())]
+    return [f"{', '.join(left)}: rounded to nearest, since {options.algorithm.name} decides linear layers and convolutions"] if left else []
 
 
 def _calibrated(model: nn.Module, found: Survey, options: Quantize, ctx: Context, receipt: Receipt) -> dict[str, list[str]]:
