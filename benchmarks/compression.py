@@ -30,6 +30,7 @@ from pruning import applied, perplexity
 from torch import nn
 
 from optforge import config, environment
+from optforge.backends.cpu import CpuBackend
 from optforge.cache import cache_dir
 from optforge.calibrate.samples import Samples
 from optforge.models.base import Loaded
@@ -179,7 +180,7 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
         "tokens": options.tokens,
         "samples": options.samples,
         "peer": PEER,
-        "environment": environment.collect(),
+        "environment": environment.collect(CpuBackend()),
         "rows": [asdict(row) for row in rows],
     }
     options.out.with_suffix(".json").write_text(json.dumps(facts, indent=1, default=str) + "\n")
