@@ -59,7 +59,7 @@ class Onnx:
         try:
             with torch.no_grad():
                 found: Any = torch.onnx.export(
-                    made.exported, (), kwargs=floats, dynamo=True, verbose=False, custom_translation_table=_translations()
+                    made.exported, (), kwargs=floats, dynamo=True, verbose=False, optimize=False, custom_translation_table=_translations()
                 )
         except Exception as error:  # the exporter raises many kinds; each is told
             raise ModelError(

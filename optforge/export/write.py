@@ -52,7 +52,7 @@ def export(subject: Subject, name: str, target: Path, progress: Progress | None 
         written = replace(written, notes=(*said, *written.notes))
         record = _record(fmt, subject, written, folder) | {"check": checked, "seconds": time.perf_counter() - start}
         (folder / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return {"path": str(target), **record}
+    return {"path": str(target.absolute()), **record}
 
 
 def require_place(target: Path, sources: tuple[Path, ...] = ()) -> None:

