@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from toys import CPU, TinyLM, context, tiny_lm, token_ids
 
+import optforge
 from optforge import config, registry
 from optforge.backends.cpu import CpuBackend
 from optforge.calibrate.samples import Samples
@@ -532,3 +534,36 @@ def test_what_is_wrong_is_told_while_planning(options: dict[str, Any], fields: d
     assert any(told in problem.what and (problem.fix or "must be" in told) for problem in problems), problems
     assert list(chooser().check(context("weights", limits=LIMITS))) == []
     assert list(chooser(max_weight_bytes=10**9).check(context("weights"))) == []
+
+
+RECIPE = """
+name: chosen
+steps: {weights: {use: quantize/auto, schemes: [int8_weight, int4_weight], samples: 1}}
+limits: {max_relative_error: 0.05}
+"""
+
+
+def test_a_run_offers_what_the_choice_needs_and_its_artifact_loads(speeds: dict[str, dict[str, float]], tmp_path: Path) -> None:
+    """The whole way: plan on meta, one pass of the workload, measured quality, report, saved tensors, replay from the receipt."""
+    speeds.clear()
+    speeds.update({"": {"int8_weight": 1.5, "int4_weight": 3.0}})
+    (tmp_path / "chosen.yaml").write_text(RECIPE)
+    torch.manual_seed(0)
+    original = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)), nn.Linear(64, 64)).eval()
+    x = torch.randn(32, 64)
+    module, report = optforge.optimize(
+        original,
+        tmp_path / "chosen.yaml",
+        hardware="cpu",
+        example=x,
+        overrides=["save=true", "measure.max_s=0.05", "measure.warmup=1"],
+        folder=tmp_path / "run",
+    )
+    (step,) = report.steps
+    assert step.receipt is not None and step.quality is not None and step.quality.relative_error is not None
+    assert step.quality.missed == [] and step.quality.relative_error <= 0.05
+    schemes = {row["layer"]: row["choice"] for row in step.receipt["decisions"]["table"]}
+    assert {"int8_weight"} < set(schemes.values()), "int4 everywhere is over the limit, int8 everywhere is not the fastest"
+    loaded = optforge.load(tmp_path / "run", model=copy.deepcopy(original))
+    with torch.no_grad():
+        assert torch.equal(loaded(x), module(x))
