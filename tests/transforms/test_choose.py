@@ -458,6 +458,8 @@ def test_a_plan_shows_a_structure_and_says_what_it_cannot() -> None:
     assert receipt.bytes_before - receipt.bytes_after == before - weight_bytes(meta)
     assert receipt.notes[0].startswith("planned as int8_dynamic on 22 layers") and "the run measures" in receipt.notes[0]
     smallest = weight_bytes(on_meta(model()))
+    decode = Choose().apply(on_meta(model()), context("weights", limits=LIMITS, workload="decode"))
+    assert {touched.what for touched in decode.touched} == {"int8_weight"}, "few rows: activations stay as they are"
     assert "all int4_weight" in receipt.notes[1] and f"{smallest / 1e6:,.0f} MB" in receipt.notes[1]
 
 

@@ -38,7 +38,8 @@ class Choose:
 
     schemes: list[str] = field(default_factory=list)
     """The candidates. Empty: all that run natively on the target without calibration; the emulated ones too where there is no native
-    one, and with `max_weight_bytes`. A plan, which cannot measure, shows the first one that the target has units for."""
+    one, and with `max_weight_bytes`. A plan, which cannot measure, shows one that the target has units for: for a decode the first
+    that rounds weights alone, else the first that rounds activations too."""
     group_size: int | None = 64
     """int4_weight: inputs that share a scale; null is one scale per output channel."""
     symmetric: bool = False
@@ -84,7 +85,7 @@ class Choose:
         return None
 
     def apply(self, model: nn.Module, ctx: Context) -> Receipt:
-        """Measures and rewrites in place; while planning it gives every layer the first scheme that the target runs.
+        """Measures and rewrites in place; while planning it gives every layer the likeliest of the schemes that the target runs.
 
         Raises:
             PlanError: no scheme fits a layer; the weights cannot be made as small as `max_weight_bytes`; there is no workload to time.

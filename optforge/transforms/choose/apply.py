@@ -9,6 +9,7 @@ from torch import nn
 
 from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
+from optforge.schemes import SCHEMES
 from optforge.transforms.base import Context, Receipt
 from optforge.transforms.choose import candidates
 from optforge.transforms.choose.candidates import Uniform
@@ -47,9 +48,11 @@ def _measured(options: Choose, model: nn.Module, found: Mapping[str, Uniform], n
 
 
 def _planned(options: Choose, model: nn.Module, found: Mapping[str, Uniform], notes: list[str], ctx: Context) -> Receipt:
-    """Every layer under the first scheme that fits: a structure to size and to trace, and the bounds of what may come of it."""
+    """Every layer under the likeliest scheme: a structure to size and to trace, and the bounds of what may come of it."""
     total, limit = weight_bytes(model), options.max_weight_bytes
-    chosen = next((one for one in found.values() if limit is None or one.weight_bytes <= limit), None)
+    # in a decode of few rows the weights alone count: one that leaves activations alone is as fast and costs less quality
+    likely = sorted(found.values(), key=lambda one: (SCHEMES[one.scheme].activation_dtype is None) != (ctx.workload == "decode"))
+    chosen = next((one for one in likely if limit is None or one.weight_bytes <= limit), None)
     if chosen is None:  # only a mixture is small enough
         chosen = min(found.values(), key=lambda one: one.weight_bytes)
     receipt = candidates.rewrite(model, dict.fromkeys(chosen.layers, chosen.scheme), {chosen.scheme: chosen.step}, ctx)
