@@ -51,9 +51,9 @@ def write(state: Mapping[str, Stored], folder: Path) -> None:
     index: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        made = {name: state[name].make().cpu().contiguous() for name in names}
+        made = _alone({name: state[name].make().cpu().contiguous() for name in names})
         try:
-            save_file({name: _alone(tensor) for name, tensor in made.items()}, folder / file, metadata={"format": "pt"})
+            save_file(made, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
         index |= dict.fromkeys(names, file)
@@ -62,10 +62,15 @@ def write(state: Mapping[str, Stored], folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """A tensor with memory of its own: safetensors refuses two that share theirs, as rows of one packed weight do."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone()
+def _alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor with memory of its own: safetensors refuses two that share theirs, as rows of one packed weight and its scales do."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() in seen or memory.nbytes() != tensor.numel() * tensor.element_size():
+            tensors[name] = tensor.clone()
+        seen.add(memory.data_ptr())
+    return tensors
 
 
 def _shards(state: Mapping[str, Stored]) -> Iterator[list[str]]:

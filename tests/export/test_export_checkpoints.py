@@ -19,7 +19,10 @@ from optforge import atomic
 from optforge.errors import ModelError
 from optforge.export import FORMATS, export
 from optforge.export.compressed_tensors import pack_words
+from optforge.kernels.linears import quantize_
+from optforge.kernels.rounding import int8_range
 from optforge.models.base import Loaded
+from optforge.schemes import SCHEMES as SCHEMES_BY_NAME
 from optforge.transforms.quantize import Misfit, Quantize, SchemeName, Tied
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: pip install 'optforge[export]'")
@@ -246,3 +249,45 @@ def test_files_can_be_read_by_others(tmp_path: Path) -> None:
         HF.write(subject(optimized(None)), folder)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
     assert set(modes.values()) == {0o644}, modes
+
+
+def under(scheme: str, **sizes: Any) -> Loaded:
+    """A tiny Llama whose projections are under a scheme with calibrated or squared scales."""
+    loaded = optimized(None, sizes=sizes)
+    seen: dict[str, float] = {}
+    linears = {name: module for name, module in loaded.module.named_modules() if type(module) is nn.Linear and name != "lm_head"}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: float(args[0].abs().max())}))
+        for name, module in linears.items()
+    ]
+    logits(loaded.module)
+    for hook in hooks:
+        hook.remove()
+    for name, module in linears.items():
+        static = SCHEMES_BY_NAME[scheme].static
+        scale, offset = int8_range(-seen[name], seen[name]) if scheme.startswith("int8") else (seen[name] / 448, 0.0)
+        inputs = {"input_scale": torch.tensor([scale]), "input_offset": torch.tensor([offset])}
+        if not scheme.startswith("int8"):
+            del inputs["input_offset"]
+        quantize_(module, module.weight, SCHEMES_BY_NAME[scheme], step="weights", input_scales=inputs if static else None)
+    return loaded
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("int8_static", 32), ("fp8_static", 32), ("fp8_block", 256), ("fp8_block_weight", 256)])
+def test_calibrated_inputs_and_square_blocks(tmp_path: Path, scheme: str, width: int) -> None:
+    loaded = under(
+        scheme, hidden_size=width, intermediate_size=2 * width, head_dim=width // 2, num_attention_heads=4, num_key_value_heads=2
+    )
+    assert not list(CT.refusals(subject(loaded)))
+    CT.write(subject(loaded), tmp_path)
+    assert distance(logits(reloaded(tmp_path)), logits(loaded.module)) < (5e-2 if "weight" not in scheme else SUM_ORDER)
+
+
+def test_blocks_that_reach_over_the_border_of_two_packed_layers_are_refused() -> None:
+    loaded = under("fp8_block", hidden_size=96, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4)
+    assert "blocks of 128 rows reach over the border" in refusal(loaded)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4_weight", "nvfp4", "mxfp8"])
+def test_schemes_that_the_format_is_not_written_for_are_refused_by_name(scheme: str) -> None:
+    assert f"scheme {scheme}" in refusal(under(scheme))
