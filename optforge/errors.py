@@ -127,7 +127,7 @@ def message(error: BaseException) -> str:
     return f"code of the run's own called sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
 
 
-def near(name: str, known: Iterable[str], count: int = 3) -> str:
-    """`did you mean a, b?` for the names nearest to `name`, or an empty string when none is near."""
-    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:
+    """`did you mean a, b?` for the names nearest to `name`, or an empty string when none is near; `cutoff` is difflib's."""
+    found = difflib.get_close_matches(name, list(known), n=count, cutoff=cutoff)
     return f"did you mean {', '.join(found)}?" if found else ""

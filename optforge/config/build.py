@@ -103,7 +103,7 @@ def run(tree: Mapping[str, Json], sources: Sources, *, cwd: Path, command: str =
 
 def unknown_top(key: str, where: str) -> Problem:
     """The problem of a key that no run has, with the likeliest thing that was meant."""
-    fix = near(key, TOP)
+    fix = near(key, TOP, cutoff=0.65)  # `experiment`, which other projects have, is nearer than a half to `export`
     if key in ("steps", "limits", "goal"):
         fix = f"write recipe.{key}" if key != "steps" else "write them below recipe"
     elif not fix:
