@@ -35,6 +35,7 @@ EXTRAS = {
     "thunder": "no `engine: thunder` in compile steps",
     "xla": "plans for TPUs hold no program compiled by XLA, and runs for TPUs are refused",
     "sweep": "no optuna search and no Slurm launcher for sweeps",
+    "export": "no compressed-tensors and no ONNX exports, and exports of them cannot be checked",
     "dev": "the test suite, the linters and the package build do not run",
 }
 """What the absence of each extra of pyproject.toml costs."""
