@@ -85,7 +85,7 @@ def perplexity(module: nn.Module, ids: Tensor) -> float:
     return math.exp(total / count)
 
 
-def applied(module: nn.Module, baseline: nn.Module, steps: list[dict[str, Any]], samples: Samples, options: argparse.Namespace) -> list[Receipt]:
+def applied(module: nn.Module, baseline: nn.Module, steps: list[dict[str, Any]], samples: Samples, count: int) -> list[Receipt]:
     backend = CpuBackend()
     device = config.hardware("cpu")
     ids = torch.arange(8)[None]
@@ -93,7 +93,7 @@ def applied(module: nn.Module, baseline: nn.Module, steps: list[dict[str, Any]],
     for index, fields in enumerate(steps):
         own = dict(fields)
         if own["use"] in CALIBRATED and "samples" not in own:
-            own["samples"] = options.samples
+            own["samples"] = count
         ctx = Context(
             step=f"step{index}",
             target=device,
@@ -113,7 +113,7 @@ def applied(module: nn.Module, baseline: nn.Module, steps: list[dict[str, Any]],
 def run(loaded: Loaded, name: str, ids: Tensor, samples: Samples, options: argparse.Namespace) -> Row:
     start = time.perf_counter()
     module = alias(loaded.module)
-    receipts = applied(module, loaded.module, ROWS[name], samples, options)
+    receipts = applied(module, loaded.module, ROWS[name], samples, options.samples)
     seconds = time.perf_counter() - start
     pruned = {layer for receipt in receipts for layer in receipt.decisions.get("zeros", {})}
     return Row(
@@ -128,12 +128,19 @@ def run(loaded: Loaded, name: str, ids: Tensor, samples: Samples, options: argpa
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [f"# Pruning SmolLM2 ({found['dtype']}, CPU)", "", f"`{found['command']}`, {found['tokens']:,} tokens, {found['samples']} samples", ""]
+    lines = [
+        f"# Pruning SmolLM2 ({found['dtype']}, CPU)",
+        "",
+        f"`{found['command']}`, {found['tokens']:,} tokens, {found['samples']} samples",
+        "",
+    ]
     lines += ["| row | steps | perplexity | zeros | weights, MB | seconds |", "|---|---|---|---|---|---|"]
     for row in found["rows"].values():
         steps = ", ".join(" ".join(str(value) for value in step.values()) for step in row["steps"]) or "none"
         zeros = "" if row["zeros"] is None else f"{row['zeros']:.1%}"
-        lines.append(f"| {row['name']} | {steps} | {row['perplexity']:.2f} | {zeros} | {row['weight_bytes'] / 1e6:.1f} | {row['seconds']:.0f} |")
+        lines.append(
+            f"| {row['name']} | {steps} | {row['perplexity']:.2f} | {zeros} | {row['weight_bytes'] / 1e6:.1f} | {row['seconds']:.0f} |"
+        )
     notes = [f"- {row['name']}: {note}" for row in found["rows"].values() for note in row["notes"] if "samples of" not in note[:40]]
     return "\n".join([*lines, "", *notes, ""])
 

@@ -144,6 +144,11 @@ def kept(path: Path, found: list[Row]) -> list[Row]:
     return [rows[key] for key in ((model, name) for model in MODELS for name in ROWS) if key in rows]
 
 
+def reused(row: Row) -> bool:
+    """Whether an earlier run had calibrated it already."""
+    return any("decided by an earlier run" in note for note in row.notes)
+
+
 def table(found: list[Row], command: str) -> str:
     lines = [
         f"# Image classifiers, quantized ({date.today().isoformat()})",
@@ -155,7 +160,7 @@ def table(found: list[Row], command: str) -> str:
     ]
     lines += [
         f"| {row.model} | {row.name} | {row.images:,} | {row.agreement:.2%} | {row.top1:.2%} ({row.baseline_top1:.2%}) "
-        f"| {row.bytes / 1e6:.2f} MB ({row.baseline_bytes / 1e6:.2f}) | {row.seconds:.0f} |"
+        f"| {row.bytes / 1e6:.2f} MB ({row.baseline_bytes / 1e6:.2f}) | {row.seconds:.0f}{', decided before' if reused(row) else ''} |"
         for row in found
     ]
     return "\n".join(lines) + "\n"
