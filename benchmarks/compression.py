@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from pruning import applied, perplexity
-from torch import nn
 
 from optforge import config, environment
 from optforge.backends.cpu import CpuBackend
@@ -91,13 +90,14 @@ def needs_data(fields: dict[str, Any]) -> bool:
     return fields.get("algorithm") in ("gptq", "awq") or "smooth" in fields
 
 
-def peer(module: nn.Module, name: str, ids: torch.Tensor, samples: Samples, options: argparse.Namespace) -> Row:
+def peer(loaded: Loaded, name: str, ids: torch.Tensor, samples: Samples, options: argparse.Namespace) -> Row:
     """The same by llm-compressor in its own environment, or why there is no figure."""
     python = environment_of_peer()
     if isinstance(python, str):
         return Row(name=name, steps=[], perplexity=None, seconds=0, notes=[python])
     folder = cache_dir() / "peers" / "input"
-    module.save_pretrained(folder)  # type: ignore[operator]  # a transformers model
+    loaded.module.save_pretrained(folder)  # type: ignore[operator]  # a transformers model
+    loaded.tokenizer.save_pretrained(folder)
     taken = samples.take(options.samples, tokens=512, step="peer")
     calibration = torch.cat([kwargs["input_ids"] for _, kwargs in taken.examples])
     torch.save({"calibration": calibration, "evaluated": ids}, folder / "tokens.pt")
@@ -150,7 +150,7 @@ def main() -> None:
     rows = kept(options)
     for name in wanted:
         if name not in rows:
-            rows[name] = peer(loaded.module, name, ids, samples, options) if name in PEERS else run(loaded, name, ids, samples, options)
+            rows[name] = peer(loaded, name, ids, samples, options) if name in PEERS else run(loaded, name, ids, samples, options)
         print(line(rows[name]), flush=True)
         write([rows[each] for each in names if each in rows], options)
 

@@ -19,7 +19,7 @@ from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 WINDOW = 512
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 64}
@@ -58,7 +58,8 @@ def main() -> None:
     steps = recipe(algorithm)
     start = time.perf_counter()
     options: dict[str, Any] = {"num_calibration_samples": len(rows), "max_seq_length": rows.shape[1], "shuffle_calibration_samples": False}
-    oneshot(model=model, recipe=steps, **({} if algorithm == "rtn" else {"dataset": data, **options}))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)  # asked for, and not used on token ids
+    oneshot(model=model, recipe=steps, processor=tokenizer, **({} if algorithm == "rtn" else {"dataset": data, **options}))
     seconds = time.perf_counter() - start
     told = {"modifiers": [type(step).__name__ for step in steps], "weights": WEIGHTS}
     print(json.dumps({"perplexity": perplexity(model, tokens["evaluated"]), "seconds": seconds, "recipe": told}))

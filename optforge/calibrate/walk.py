@@ -160,9 +160,7 @@ class _Chain:
             states.append(splits[0][1])  # type: ignore[index]  # None was sorted out above
             for index, one in enumerate(splits):
                 others[index].append(one[2])  # type: ignore[index]
-        return cls(
-            model=model, examples=examples, device=device, blocks=blocks, hidden=states, others=others, key=key, wraps=wraps
-        )
+        return cls(model=model, examples=examples, device=device, blocks=blocks, hidden=states, others=others, key=key, wraps=wraps)
 
     @contextmanager
     def block(self, index: int) -> Iterator[Block]:

@@ -102,9 +102,7 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
     Vectors count only where there is nothing else: norms and scales may stay fp32 whatever the module computes in.
     """
     floating = [
-        parameter
-        for name, parameter in module.named_parameters()
-        if parameter.is_floating_point() and not name.endswith(_NOT_COMPUTED)
+        parameter for name, parameter in module.named_parameters() if parameter.is_floating_point() and not name.endswith(_NOT_COMPUTED)
     ]
     chosen = next((parameter for parameter in floating if parameter.ndim > 1), None)
     if chosen is None and floating:

@@ -69,7 +69,7 @@ def test_images_begin_where_the_evaluation_ends() -> None:
 
 @pytest.mark.parametrize("family", ["causal_lm", "image_classifier"])
 def test_too_few_samples_are_refused_with_both_numbers(family: str) -> None:
-    with pytest.raises(DataError, match="samples|tokens") as caught:
+    with pytest.raises(DataError, match=r"samples|tokens") as caught:
         _samples(family, length=20).take(30, tokens=10, step="weights")
     assert caught.value.problems[0].fix
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from optforge.calibrate.walk import Block, walk
 from optforge.errors import DataError, PlanError, Problem
-from optforge.kernels.formats import Fp8Format
+from optforge.kernels.formats import Fp8Format, format_for
 from optforge.kernels.linears import scheme_of
 from optforge.kernels.rounding import TINY, int8_range
 from optforge.spec import Scheme
@@ -50,7 +50,7 @@ class Range:
 
 
 def static_scales(
-    model: nn.Module, layers: Mapping[str, nn.Module], scheme: Scheme, fmt: Fp8Format, options: Quantize, ctx: Context
+    model: nn.Module, layers: Mapping[str, nn.Module], scheme: Scheme, options: Quantize, ctx: Context
 ) -> tuple[dict[str, Scales], dict[str, str], list[str]]:
     """What a static scheme needs of each layer: scales, the reasons of layers that get none, and notes for the receipt.
 
@@ -73,13 +73,11 @@ def static_scales(
     def visit(block: Block) -> None:
         block.observe(block.inside(wanted), lambda name, x: ranges[name].add(x))
 
-    blocked = walk(
-        model, taken.examples, visit, device=ctx.backend.torch_device(), outside=wanted, tell=ctx.tell, title="ranges of activations"
-    )
-    del blocked
+    walk(model, taken.examples, visit, device=ctx.backend.torch_device(), outside=wanted, tell=ctx.tell, title="ranges of activations")
     unseen = [name for name, found in ranges.items() if not found.seen]
     _refuse(unseen, options, ctx.step)
     why = "no calibration sample reaches it, so its activations have no scale (uncalibrated: keep)"
+    fmt = format_for(ctx.target)
     scales = {name: found.scales(scheme, fmt) for name, found in ranges.items() if found.seen}
     return scales, dict.fromkeys(unseen, why), [taken.note]
 

@@ -36,7 +36,7 @@ def rewrite(model: nn.Module, found: Survey, scheme: Scheme, options: Quantize, 
         carriers = _calibrated(model, found, options, ctx, receipt)
     else:
         carriers = {}
-        rounding.scales, unseen, notes = static_scales(model, found.layers, scheme, fmt, options, ctx)
+        rounding.scales, unseen, notes = static_scales(model, found.layers, scheme, options, ctx)
         receipt.notes += notes
         for name, reason in unseen.items():
             found.leave(name, reason)
