@@ -259,7 +259,7 @@ def test_what_must_be_changed_is_told_before_anything_runs() -> None:
         call(bare)
     with pytest.raises(ConfigError, match="did you mean llama_int8"):
         call(mlp(), recipe="llama_int9")
-    with pytest.raises(OutputError, match="save=true needs a folder"):
+    with pytest.raises(OutputError, match="save=true and export need a folder"):
         call(mlp(), overrides=["save=true"])
     with pytest.raises(ConfigError, match="model is an argument of this call"):
         call(mlp(), overrides=["model=smollm2_135m"])

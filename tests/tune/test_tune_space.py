@@ -73,6 +73,9 @@ def test_shipped_recipes_are_points() -> None:
     built = space.build(space.declared(), [one.steps for one in loaded])
     for one in loaded:
         params = space.params_of(one.steps, built)
+        if any(step["use"] == "quantize/auto" for step in one.steps.values()):
+            assert params is None, "it searches by itself, so the space does not offer it"
+            continue
         assert params is not None, one.name
         assert sorted(step["use"] for step in space.steps_of(params).values()) == sorted(step["use"] for step in one.steps.values())
 
