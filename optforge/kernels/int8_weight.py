@@ -33,8 +33,10 @@ def int8_weight(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
 
 def _is_few(x: Tensor) -> bool:
     """Whether PyTorch's product of bf16 with int8 serves on this CPU; within `dispatch.decompose` nothing but plain operators does."""
+    if decomposing():  # asked first: a comparison of rows would bind an exported program to fewer, or to more, of them
+        return False
     columns = x.shape[1]
-    return 0 < x.shape[0] < FEW_ROWS and x.dtype is torch.bfloat16 and columns > 0 and columns % 32 == 0 and on_cpu(x) and not decomposing()
+    return on_cpu(x) and x.dtype is torch.bfloat16 and columns > 0 and columns % 32 == 0 and 0 < x.shape[0] < FEW_ROWS
 
 
 def reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
