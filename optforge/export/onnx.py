@@ -1,7 +1,8 @@
 """ONNX through `torch.export`: the stored integers as initializers, dequantized in the graph, everything else in fp32.
 
-fp32, because ONNX Runtime has no bf16 products on a CPU. Two operators have no translation in PyTorch and get one here: the int8
-product, which is ONNX's MatMulInteger, and the view of bytes as fp8, for which the bytes are stored as fp8 to begin with.
+fp32, because ONNX Runtime has no bf16 products on a CPU. Three operators get a translation here: the int8 product, which is ONNX's
+MatMulInteger, and the view of bytes as fp8, for which the bytes are stored as fp8 to begin with, because PyTorch has none; and the
+shift that takes nibbles out of a byte, because PyTorch's gives int8 for uint8 and ONNX Runtime refuses it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,11 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     def view_dtype(self: Any, dtype: int) -> Any:
         return op.Identity(self)  # of a float8 tensor as float8: `_with_fp8_bytes`
 
-    return {torch.ops.aten._int_mm.default: int_mm, torch.ops.aten.view.dtype: view_dtype}
+    def right_shift(self: Any, other: int) -> Any:
+        return op.BitShift(self, op.CastLike(op.Constant(value_int=other), self), direction="RIGHT")
+
+    aten = torch.ops.aten
+    return {aten._int_mm.default: int_mm, aten.view.dtype: view_dtype, aten.__rshift__.Scalar: right_shift}
 
 
 def _reason(error: Exception) -> str:
