@@ -99,7 +99,9 @@ def _with_fp8_bytes(module: nn.Module) -> nn.Module:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     """PyTorch operators that its exporter does not know -> what they are in ONNX."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18  # its types are narrower than what it takes
 
     def int_mm(a: Any, b: Any) -> Any:
         return op.MatMulInteger(a, b)

@@ -69,7 +69,8 @@ def test_packed_linears_are_quantized_and_norms_stay_in_fp32(uses: list[str]) ->
     assert "layers.0.attention.qkv_proj" in {touched.name for touched in weights.touched}
     assert model.layers[0].attention.qkv_proj.weight.dtype in (torch.int8, torch.uint8)
     assert model.layers[0].norm1.weight.dtype == torch.float32
-    assert model.layers[0].attention.qkv_proj.weight_scale.dtype == (torch.uint8 if "fp4" in uses[-1] or "mxfp8" in uses[-1] else torch.float32)
+    blocks = "fp4" in uses[-1] or "mxfp8" in uses[-1]  # their scales are bits of e8m0 or e4m3
+    assert model.layers[0].attention.qkv_proj.weight_scale.dtype == (torch.uint8 if blocks else torch.float32)
     error = (run(model).float() - run(toy())).norm() / run(toy()).norm()
     assert error < 0.5, "4 bits on random weights lose a good part; wrong wiring loses all"
 
