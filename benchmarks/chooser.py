@@ -5,7 +5,7 @@
     python benchmarks/chooser.py model=llama3_8b workload.batch_size=64 hardware=h200 --speed-only --mode reduce-overhead
 
 Words are overrides as of `optforge run`. Perplexity is taken of each row uncompiled, on text that no choice was made on. A uniform
-row rounds every layer that its scheme fits, the head too; rows named bf16 round nothing. Writes
+row rounds every layer that its scheme fits, with and without a tied head; rows named bf16 round nothing. Writes
 benchmarks/results/<device>/<date>_chooser_<model>_<workload>.json (raw samples, the chooser's table) and .md.
 """
 
@@ -66,9 +66,10 @@ def recipes(words: list[str], options: argparse.Namespace) -> dict[str, Run]:
     for scheme in Choose().steps(target):
         if engine_lowers(scheme, target):
             continue
-        group = ["steps.weights.on_misfit=skip"] if scheme == "int4_weight" else []
-        changed = ["~steps.weights", f"steps.uniform={{use: quantize/{scheme}, tied: untie, before: compile}}"]
-        found[scheme] = composed(words, *compile_, *changed, *[text.replace("weights", "uniform") for text in group])
+        group = ["steps.uniform.on_misfit=skip"] if scheme == "int4_weight" else []
+        for name, tied in ((scheme, "skip"), (f"{scheme}, tied head too", "untie")):
+            changed = ["~steps.weights", f"steps.uniform={{use: quantize/{scheme}, tied: {tied}, before: compile}}"]
+            found[name] = composed(words, *compile_, *changed, *group)
     found[FUSED] = composed(words, *compile_, "~steps.weights")
     found[PLAIN] = composed(words, *compile_, "~steps.weights", "~steps.fuse")
     return found

@@ -212,8 +212,9 @@ class _Measuring:
         return self.judged[key]
 
     def _floor(self, layers: Sequence[Layer]) -> None:
-        """The KL of the least change of all: that of the model's own arithmetic."""
-        cost, name, scheme = min((figure.cost, one.name, scheme) for one in layers for scheme, figure in one.figures.items())
+        """What the model's own arithmetic makes of any change: the KL of a small one that every later layer sees, beyond its cost."""
+        first = next(one for one in layers if one.figures)
+        cost, name, scheme = min((figure.cost, first.name, scheme) for scheme, figure in first.figures.items())
         self.floor = max(0.0, (self._quality(scheme, [name]).kl or 0.0) - cost)
 
     def _check(self, layers: Sequence[Layer]) -> None:

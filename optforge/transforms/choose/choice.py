@@ -156,12 +156,13 @@ class Choice:
         return assigned
 
     def _strain(self, moves: list[Move]) -> _Strain:
-        """Measures assignments; the cheapest move alone tells what any change makes of the KL."""
+        """Measures assignments; a small change at the very beginning, which every later layer sees, tells what any makes of the KL."""
         assert self.taken is not None, "random weights are not judged"
         reference = self.ctx.reference if self.ctx.reference is not None else alias(self.model)
         found = _Strain(self, judge.judge_of(reference, self.samples, self.taken, self.device))
-        least = min(moves, key=lambda move: move.cost)
-        found.floor = found.kl({least.layer: least.scheme})
+        order = list(self.layers)
+        first = min(moves, key=lambda move: order.index(move.layer))  # of a layer's moves the first: its cost is the whole one
+        found.floor = max(0.0, found.kl({first.layer: first.scheme}) - first.cost)
         return found
 
     def _tell(self, title: str, fraction: float) -> None:
