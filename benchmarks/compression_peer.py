@@ -34,7 +34,10 @@ def recipe(algorithm: str) -> list[Any]:
 
         return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
 
+    if not torch.accelerator.is_available():  # 0.14.0.1 pins memory for copies to a GPU, which fails where there is none
+        IntermediatesCache.pin_memory = lambda self, *args, **kwargs: None
     return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
 
 
