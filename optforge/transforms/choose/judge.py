@@ -2,8 +2,7 @@
 
 The samples are those of calibration, which no figure of the report is taken on. On a few thousand tokens the change of
 perplexity is known to a few tenths of a percent, no better; its expectation on text that the model itself finds likely is the KL
-divergence, which is known far better. Of the two the larger one counts, and room is left for the scatter of the figure that the run
-will be held to (`cautious`).
+divergence, which is known far better; and room is left for the scatter of the figure that the run will be held to (`cautious`).
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from optforge.measure.limits import LIMITS
 from optforge.measure.quality import ClassifierQuality, ModuleQuality
 from optforge.spec import QualityResult
 
-Z = 1.645
-"""Standard errors that are left to the run's own figure: where the limit is all used up, it misses it one time in twenty."""
+Z = 1.0
+"""Scatter that is left to the run's own figure: where a limit is all used up, the run misses it one time in six. More would leave
+room unused that a uniform scheme, judged by the run alone, takes."""
 
 
 class Judge(Protocol):
@@ -67,22 +67,23 @@ class _Worst:
 
 
 def cautious(result: QualityResult, *, floor: float = 0.0, tokens: int = 0) -> QualityResult:
-    """The same with what the run's own figure may come to in place of an increase of the loss that is smaller.
+    """The same with what the loss is to be expected to rise by, on other text, in place of what was measured here.
 
-    That is the KL, and `Z` standard errors of the figure itself: over `tokens` it scatters by sqrt(2 KL / tokens), since where the
-    text is as the model predicts, the log-ratio of two close predictions has a variance of twice their divergence.
+    Over n tokens a measured change scatters by sqrt(2 KL / n): where text is as the model predicts it, the log-ratio of two close
+    predictions has a variance of twice their divergence. Expected is the KL, or what was measured where that is larger by more
+    than its scatter. On top comes `Z` times the scatter of the figure that the run will take.
 
     Args:
         floor: the KL that any change makes, however small, since in bf16 every later sum is rounded anew: two such models are
             apart from one another, and neither is the worse for it.
-        tokens: that the run takes its figure on; 0 leaves the scatter out.
+        tokens: that the run takes its figure on; 0: of what was measured and the KL the larger, without regard to scatter.
     """
     if result.kl is None or result.perplexity_increase is None:
         return result
     kl = min(result.kl, 700.0)
-    expected = max(0.0, kl - floor) + (Z * math.sqrt(2 * kl / tokens) if tokens else 0.0)
-    if math.expm1(expected) <= result.perplexity_increase:
-        return result
+    measured = math.log1p(max(result.perplexity_increase, -0.999))
+    scatter = math.sqrt(2 * kl / result.count) if tokens and result.count else 0.0
+    expected = max(0.0, kl - floor, measured - scatter) + (Z * math.sqrt(2 * kl / tokens) if tokens else 0.0)
     loss = math.log(result.baseline_perplexity) if result.baseline_perplexity else 0.0
     increase = expected / loss if loss > 0 else result.loss_increase
     return replace(result, perplexity_increase=math.expm1(expected), loss_increase=increase)

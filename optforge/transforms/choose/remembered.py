@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from optforge.transforms.choose.times import Site
 
 FOLDER = "chosen"
-FORMAT = 2
+FORMAT = 3
 """Goes up when the same measurements would lead to another choice."""
 log = logging.getLogger("optforge")
 
