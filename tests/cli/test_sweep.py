@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from commandline import Optforge, command, environment
 
 from optforge.sweep import store
@@ -389,8 +390,9 @@ def test_optuna_searches_and_a_failed_job_is_the_worst(optforge: Optforge, tiny:
     good = next(job for job in sweep.jobs if job.status == "done")
     assert good.objective is not None
     assert good.objective == pytest.approx(1 / _report(_folder(tmp_path), good)["speedup"]["vs_baseline"]["value"])
-    results = (_folder(tmp_path) / "optimization_results.yaml").read_text(encoding="utf-8")
-    assert "does: run" in results and f"{good.objective:.6f}" in results
+    results = yaml.safe_load((_folder(tmp_path) / "optimization_results.yaml").read_text(encoding="utf-8"))
+    assert results["best_params"] == {"++model.arguments.does": "run"}
+    assert results["best_value"] == pytest.approx(good.objective, abs=1e-6)
 
 
 def test_the_launcher_is_hydras_default_for_sweeps() -> None:

@@ -258,7 +258,8 @@ def test_on_smollm2_the_estimates_agree_with_what_is_measured(tmp_path: Path) ->
     assert len(checked) == 3
     for figure in checked:
         assert figure.measured_cost is not None
-        assert figure.cost == pytest.approx(figure.measured_cost - found.floor, rel=0.5)
+        # the floor is what bf16 makes of a change at the beginning; a layer near the end moves fewer sums, and has less of it in its figure
+        assert 0.5 * (figure.measured_cost - found.floor) < figure.cost < 1.5 * figure.measured_cost
     (one,) = found.advice
     assert not one.within and one.fewest is not None and one.fewest.quality.perplexity_increase is not None
     assert one.fewest.quality.perplexity_increase <= 0.01 and len(one.fewest.layers) < one.count / 2

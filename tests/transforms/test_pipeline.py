@@ -103,9 +103,11 @@ def test_it_exports_and_compiles_once_for_all_blocks(uses: list[str], fresh_comp
 
 @pytest.mark.slow
 def test_inductor_agrees(uses: list[str], fresh_compiler: None) -> None:
+    """Fused kernels round to bf16 less often than eager ones, which alone moves activations of 4 bits by whole steps: rounded as often here."""
     model = toy()
     applied(model, uses)
     expected = run(model).float()
     for block in repeated_blocks(model).values():
         compile_(block, CompileOptions(fullgraph=True))
-    assert (run(model).float() - expected).norm() / expected.norm() < 3e-2
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        assert (run(model).float() - expected).norm() / expected.norm() < 3e-2
