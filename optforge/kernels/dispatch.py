@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,36 @@ def define_plain(name: str, schema: str, *, cpu: Callable[..., Tensor], fake: Ca
     LIBRARY.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]  # as above
     torch.library.register_fake(f"optforge::{name}", fake, lib=LIBRARY)
     register_flop_formula(getattr(torch.ops.optforge, name))(flops)
+
+
+def define_operator(
+    name: str,
+    schema: str,
+    *,
+    cuda: Callable[..., Any],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+    moved: ByteFormula,
+) -> None:
+    """Defines `optforge::<name><schema>` of any shape, with all that a tracer and a counter ask of it.
+
+    Args:
+        cuda: launches the kernel; reference: the same in plain PyTorch.
+        flops: f(shapes in place of tensors, ...) -> floating-point operations.
+        moved: f(the operator's own arguments) -> the fewest bytes that one call reads and writes.
+    """
+    LIBRARY.define(f"{name}{schema}")  # type: ignore[no-untyped-call]  # as above
+    LIBRARY.impl(name, cuda, "CUDA")  # type: ignore[no-untyped-call]  # as above
+    LIBRARY.impl(name, reference, "CPU")  # type: ignore[no-untyped-call]  # as above
+    torch.library.register_fake(f"optforge::{name}", fake, lib=LIBRARY)
+    register_flop_formula(getattr(torch.ops.optforge, name))(flops)
+    BYTE_FORMULAS[name] = moved
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of these tensors, each once."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def product_bytes(x: Tensor, weight: Tensor, *others: Tensor | None) -> int:

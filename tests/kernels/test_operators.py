@@ -58,7 +58,7 @@ def test_flops_and_bytes_are_counted(name: str) -> None:
 
 def test_every_operator_is_under_these_tests() -> None:
     assert all(module.__name__.rpartition(".")[2] in OPERATORS for module in (fp8_weight, int4_weight, int8_weight))
-    assert set(dispatch.BYTE_FORMULAS) == set(OPERATORS)
+    assert set(dispatch.BYTE_FORMULAS) >= set(OPERATORS), "test_fused_operators.py has the others"
 
 
 def test_the_int8_product_is_counted() -> None:
