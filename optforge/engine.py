@@ -15,6 +15,7 @@ from optforge.plan.sharding import Mesh
 from optforge.plan.xla import require_extra
 from optforge.progress import Progress, SilentProgress
 from optforge.spec import Report, Run
+from optforge.training_execution import TrainingExecution
 
 
 def plan(run: Run, *, executes: bool = True) -> Plan:
@@ -53,14 +54,15 @@ def run(plan: Plan, *, folder: Path | None = None, progress: Progress | None = N
         UserError, StepError: after the report was written with `status: failed`.
         KeyboardInterrupt: after the report was written as `incomplete`.
     """
-    execution = Execution(plan, folder, progress or SilentProgress())
+    kind = TrainingExecution if plan.run.workload.kind == "train" else Execution
+    execution = kind(plan, folder, progress or SilentProgress())
     return Outcome(module=execution.run(), report=execution.report)
 
 
 def _require_executable(plan: Plan) -> None:
     """
     Raises:
-        PlanError: the run is sharded over several devices, or trains: both are planned only, so far.
+        PlanError: the run is sharded over several devices, which is planned only, so far; or it trains and is to be saved.
     """
     problems = []
     for step in plan.steps:
@@ -70,8 +72,10 @@ def _require_executable(plan: Plan) -> None:
             fix = f"optforge plan shows memory and time of each device; to run on one, drop it with '~steps.{step.name}'"
             problems.append(Problem(where=f"step {step.name}", what=what, fix=fix))
     if plan.run.workload.kind == "train":
-        what, fix = "training runs cannot be executed yet", "optforge plan shows memory and time of a step; to run, workload=prefill"
-        problems.append(Problem(where="workload", what=what, fix=fix))
+        for key in ("save", "export"):
+            if getattr(plan.run, key):
+                what = "a run of workload=train measures a training and keeps no weights: they went through its timed steps too"
+                problems.append(Problem(where=key, what=what, fix=f"leave out {key}; to train and keep the weights see docs/training.md"))
     if problems:
         raise PlanError(*problems)
 

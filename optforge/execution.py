@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ to fp8 amplifies the differences of fused sums (12.5 dB on the random weights of
 
 class Execution:
     """The state of one run: the report as known so far, the row that grows, and what it is compared with."""
+
+    rows_of: ClassVar[type[Rows]] = Rows
 
     def __init__(self, plan: Plan, folder: Path | None, progress: Progress) -> None:
         # a copy of the steps, since `keep: if_faster` may drop the compile step and the caller's plan stays as it is
@@ -76,7 +78,7 @@ class Execution:
         self.options = self._budgeted()
         example = workload.example(loaded, device if self.fits else torch.device("cpu"))
         samples = Samples.of(self.spec, loaded)
-        self.rows = Rows(self.plan, baseline, work, example, self.options, on_device=self.fits, samples=samples, tell=self._tell())
+        self.rows = self.rows_of(self.plan, baseline, work, example, self.options, on_device=self.fits, samples=samples, tell=self._tell())
         self.report.workload = {**self.report.workload, "unit": work.unit, "units": work.units}
         return loaded
 
@@ -123,16 +125,26 @@ class Execution:
 
     def _baselines(self, loaded: Loaded) -> None:
         """The model as loaded, then (where the recipe compiles) the same model compiled."""
-        rows = self.rows
         self.reference: nn.Module | None = None
         self.reference_name = "the baseline"
         self.compiled_ratio: Ratio | None = None
         if self.fits:
-            self.reference = rows.baseline
-            with self.progress.stage("baseline, as loaded"):
-                self.report.baseline = rows.measure(rows.baseline, None, "baseline")
+            self._time_baseline()
+        self._prepare_quality(loaded)
+        if self.fits and self.plan.compile is not None:
+            self._compiled_baseline(self.plan.compile)
+        self.record.write()
+
+    def _time_baseline(self) -> None:
+        """The model as loaded, which the rows are compared with."""
+        self.reference = self.rows.baseline
+        with self.progress.stage("baseline, as loaded"):
+            self.report.baseline = self.rows.measure(self.reference, None, "baseline")
+
+    def _prepare_quality(self, loaded: Loaded) -> None:
+        """Runs the baseline over the data that quality is measured on, or says why it is not."""
         self.quality = quality.QualityRun(
-            baseline=rows.baseline if self.fits else None,
+            baseline=self.rows.baseline if self.fits else None,
             loaded=loaded,
             data=self.spec.data.source,
             data_name=self.spec.data.name,
@@ -146,19 +158,12 @@ class Execution:
                 self.quality.prepare()
         elif self.quality.reason:
             self.report.warnings.append(f"no quality was measured: {self.quality.reason}")
-        if self.fits and self.plan.compile is not None:
-            self._compiled_baseline(self.plan.compile)
-        self.record.write()
 
     def _compiled_baseline(self, planned: PlannedStep) -> None:
         """The same model compiled, timed against the model as loaded: the row of the compile step."""
-        rows = self.rows
         with self.progress.stage("baseline, compiled"):
-            compiled, _ = rows.fresh()
-            eager_output = rows.output(compiled)
-            applied = rows.compile(compiled)
-            measured = rows.measure(compiled, rows.baseline, "compiled baseline")
-            self._check_compiled("compiled baseline", compiled, measured, eager_output)
+            compiled, _ = self.rows.fresh()
+            measured, applied = self._compiled(compiled, "compiled baseline")
         ratio = verdicts.goal_ratio(self.goal, measured, self._baseline)
         step = self._step_report(planned, applied)
         step.measured, step.vs_baseline, step.vs_previous = measured, ratio, ratio
@@ -198,24 +203,28 @@ class Execution:
         step = self._step_report(planned, applied)
         step.sparsity = sparsity(module, self.applied)
         self.report.steps.append(step)
-        step.quality = self._quality(module, planned.name)
-        step.measured = self._timed(module, planned.name)
-        ratio = verdicts.goal_ratio(self.goal, step.measured, self._reference_measurement)
+        measured = self._examine(step, module, planned.name)
+        ratio = verdicts.goal_ratio(self.goal, measured, self._reference_measurement)
         self._compare(step, ratio)
-        step.vs_previous = verdicts.step_ratio(self.goal, step.measured, previous, ratio)
+        step.vs_previous = verdicts.step_ratio(self.goal, measured, previous, ratio)
         step.verdict = verdicts.judge(step.vs_previous, step.quality)
         step.reason = verdicts.sentence(step.verdict, step.vs_previous, "the row before", self.goal, step.quality)
         return step
 
-    def _timed(self, module: nn.Module, name: str) -> Measurement:
-        """Compiles a row's tree as the recipe asks and times it against the reference."""
-        if self.plan.compile is None:
-            return self.rows.measure(module, self.reference, name)
+    def _examine(self, step: StepReport, module: nn.Module, name: str) -> Measurement:
+        """Fills in the quality of a row's uncompiled tree, then its time, compiled as the recipe asks."""
+        step.quality = self._quality(module, name)
+        plain = self.plan.compile is None
+        step.measured = measured = self.rows.measure(module, self.reference, name) if plain else self._compiled(module, name)[0]
+        return measured
+
+    def _compiled(self, module: nn.Module, name: str) -> tuple[Measurement, Applied | None]:
+        """Compiles a row's tree, times it against the reference, and holds its output against the uncompiled one's."""
         eager_output = self.rows.output(module)
-        self.rows.compile(module)
+        applied = self.rows.compile(module)
         measured = self.rows.measure(module, self.reference, name)
         self._check_compiled(name, module, measured, eager_output)
-        return measured
+        return measured, applied
 
     def _drop(self, step: StepReport) -> nn.Module:
         """Builds the row afresh without a step that gained nothing."""
@@ -243,9 +252,8 @@ class Execution:
             if self.applied:
                 last = self.report.steps[-1]
                 last.sparsity = sparsity(module, self.applied)
-                last.quality = self._quality(module, "all steps")
-                last.measured = self._timed(module, "all steps")
-                self._compare(last, verdicts.goal_ratio(self.goal, last.measured, self._reference_measurement))
+                measured = self._examine(last, module, "all steps")
+                self._compare(last, verdicts.goal_ratio(self.goal, measured, self._reference_measurement))
             else:
                 self.rows.compile(module)
         return module
@@ -282,8 +290,14 @@ class Execution:
 
     def _check_compiled(self, name: str, module: nn.Module, measured: Measurement, eager_output: Any) -> None:
         """Warns of a compiled row that partly runs uncompiled, or computes something else than the tree it came from."""
+        self._warn_of_limit(name, measured)
+        self._warn_of_difference(name, module, eager_output)
+
+    def _warn_of_limit(self, name: str, measured: Measurement) -> None:
         if measured.recompile_limit_hit:
             self.report.warnings.append(f"{name}: {compiles.describe_limit(measured.sizes_seen)}")
+
+    def _warn_of_difference(self, name: str, module: nn.Module, eager_output: Any) -> None:
         if self.report.model.get("weights") != "trained":
             return  # random weights amplify the rounding of each layer: 6 dB on a 32-layer decoder in fp8 that is right
         sqnr = self.rows.agreement(module, eager_output)

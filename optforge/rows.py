@@ -149,9 +149,13 @@ class Rows:
         candidate = Candidate(name=name, call=lambda: self.work.run(module))
         against = None
         if reference is not None:
-            against = Candidate(name="baseline", call=lambda: self.work.run(reference), resident_bytes=_only_in(reference, module))
+            against = Candidate(name="baseline", call=lambda: self.work.run(reference), resident_bytes=self.resident(reference, module))
         measured = self.plan.backend.measure(candidate, against, self.options)
         return self._shares(measured, module)
+
+    def resident(self, reference: nn.Module, module: nn.Module) -> int:
+        """Bytes that lie on the device for the reference's sake alone while `module` is measured."""
+        return _only_in(reference, module)
 
     def _shares(self, measured: Measurement, module: nn.Module) -> Measurement:
         """Adds throughput, weight bytes and the shares of the device's peaks."""

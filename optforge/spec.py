@@ -230,6 +230,9 @@ class Measurement:
     peak_memory_bytes: int | None = None
     memory: dict[str, int | None] = field(default_factory=dict)
     """allocated, reserved, process: peaks in bytes, each counter reset before the measured section."""
+    memory_parts: dict[str, int] = field(default_factory=dict)
+    """Training: the peak by what it is for: weights, gradients, optimizer (states and master weights), rest (activations, workspace; on
+    a CPU the process itself too). Gradients are counted as all of them."""
     weight_bytes: int | None = None
     mfu: float | None = None
     mbu: float | None = None
@@ -248,6 +251,35 @@ class Ratio:
     low: float
     high: float
     unit: str = "latency"
+
+
+@dataclass(kw_only=True)
+class LossCurve:
+    """One training from the weights as loaded. Losses are in nats."""
+
+    seed: int = 0
+    """Decides the order of the data."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step, the mean over its batches before the update."""
+    held_out_before: float | None = None
+    held_out: float | None = None
+    """Mean loss over batches that are never trained on, before the first and after the last step; None where none are held out."""
+
+
+@dataclass(kw_only=True)
+class TrainingResult:
+    """A row's training beside the baseline's, over the same data in the same order."""
+
+    own: LossCurve
+    baseline: LossCurve
+    other_seed: LossCurve
+    """The baseline once more, in another order of the data."""
+    difference: float | None = None
+    """Nats by which the row's loss (held out; else the mean of the last quarter) lies above the baseline's."""
+    band: float | None = None
+    """Nats between the baseline's two seeds."""
+    limit: float | None = None
+    """Greatest allowed difference: twice the band, at least 0.5% of the loss."""
 
 
 @dataclass(kw_only=True)
@@ -280,6 +312,8 @@ class QualityResult:
     """The figures that it names: name -> value, baseline and better (`higher` or `lower`)."""
     count: int | None = None
     data: str | None = None
+    training: TrainingResult | None = None
+    """The loss curves, where the workload is a training."""
     missed: list[str] = field(default_factory=list)
     """Each limit that is missed, as a sentence with both numbers."""
 

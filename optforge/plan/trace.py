@@ -65,7 +65,7 @@ def trace(loaded: Loaded, workload: Workload, data: DataSource, hardware: Hardwa
         traced = _record(loaded.module, lambda: work.once(loaded.module), work.kept(loaded.module))
     traced.prompt = prompt
     traced.passes, traced.unit, traced.units = work.calls, work.unit, work.units
-    return with_update(traced, workload) if isinstance(workload, Train) else traced
+    return with_update(traced, workload, loaded.module) if isinstance(workload, Train) else traced
 
 
 def _record(module: nn.Module, call: Any, kept: Iterable[Tensor]) -> g.Graph:

@@ -8,30 +8,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from optforge.plan.graph import OPTIMIZER, UPDATE, Access, Graph, Operator, Value
+from optforge.training.settings import settings_of
 from optforge.workloads.train import Train
 
 STATE = "state"
 """Role of the storages in which an optimizer keeps its running means, named like their parameters."""
 
 
-def with_update(graph: Graph, train: Train) -> Graph:
-    """The graph of forward and backward pass with the update as its last operator.
+def with_update(graph: Graph, train: Train, module: nn.Module) -> Graph:
+    """The graph of forward and backward pass with the update as its last operator; what the optimizer keeps is as the steps on
+    `module` have decided it.
 
     A step of several passes has one update: its accesses are shared out over them, as everything else in a graph is of one pass.
     """
     trained = [value for value in graph.values.values() if value.role == "gradient"]
     weights = {value.name: value for value in graph.values.values() if value.role == "parameter"}
+    parameters, settings = dict(module.named_parameters()), settings_of(module)
     values, reads, writes = dict(graph.values), list[Access](), list[Access]()
     for key, gradient in enumerate(trained, start=max(values, default=0) + 1):
         weight = weights[gradient.name]
-        state = Value(key=key, bytes=train.state_bytes(weight.bytes), role=STATE, name=weight.name)
+        state = Value(key=key, bytes=train.state_bytes(parameters[weight.name], settings), role=STATE, name=weight.name)
         moved = [weight, *([state] if state.bytes else [])]
         values.update({value.key: value for value in moved})
         writes += [Access(key=value.key, bytes=value.bytes / graph.passes) for value in moved]
         reads += [Access(key=value.key, bytes=value.bytes / graph.passes) for value in (*moved, gradient)]
     update = Operator(
-        name=train.optimizer.name,
+        name=settings.optimizer or train.optimizer.name,
         kind=OPTIMIZER,
         module="",
         phase=UPDATE,

@@ -249,13 +249,10 @@ def _next(verdict: Verdict, study: Study) -> None:
 
 
 SHARDED = "runs over several devices can be planned, and not executed yet"
-TRAINS = "training can be planned, and not executed yet"
 
 
 def _only_planned(study: Study) -> str:
     """Why `optforge run` would refuse what was asked for; empty where it would not."""
-    if study.workload.get("kind") == "train":
-        return TRAINS
     return SHARDED if any(step.use.startswith("shard/") for step in study.steps) else ""
 
 

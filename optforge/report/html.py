@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from optforge.report import charts, cost, diff, figures, view
+from optforge.report import charts, cost, diff, figures, losses, view
 from optforge.spec import Report
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def _environment() -> Environment:
     found = Environment(
         loader=PackageLoader("optforge.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.globals.update(view=view, figures=figures, charts=charts, cost=cost, diff=diff)
+    found.globals.update(view=view, figures=figures, charts=charts, cost=cost, diff=diff, losses=losses)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from optforge.report import cost, figures, view
+from optforge.report import cost, figures, losses, view
 from optforge.spec import Report
 
 
@@ -20,6 +20,8 @@ def render(report: Report) -> str:
         _section("Downgrades", _downgrades(report)),
         _section(f"Steps, {view.measured_label(report)}", _steps(report)),
         _section(f"Quality, {view.measured_label(report)}", _quality(report)),
+        _section(f"Loss, {view.measured_label(report)}", _losses(report)),
+        _section(f"Memory of a step, {view.measured_label(report)}", table(losses.MEMORY_HEAD, losses.memory_rows(report))),
         _section(f"Alternatives, {view.predicted_label(report)}", _alternatives(report)),
         _section(f"Roofline figures, {view.predicted_label(report)}", _predicted(report)),
         _section("Generations", _generations(report)),
@@ -98,6 +100,10 @@ def _quality(report: Report) -> str:
     lines = [(line.name, line.baseline, line.optimized, line.difference) for line in view.quality_lines(report.quality)]
     limits = [f"limit on {item.name}: {item.bound}, found {item.value}{' (missed)' if item.missed else ''}" for item in view.limits(report)]
     return "\n\n".join(part for part in (table(("", "baseline", "optimized", "difference"), lines), _bullets(limits)) if part)
+
+
+def _losses(report: Report) -> str:
+    return "\n\n".join(part for part in (_bullets(losses.sentences(report)), table(losses.HEAD, losses.rows(report))) if part)
 
 
 def _alternatives(report: Report) -> str:

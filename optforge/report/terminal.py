@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from optforge.report import cost, figures, view
+from optforge.report import cost, figures, losses, view
 from optforge.spec import Report
 
 COLOURS = {view.GOOD: "green", view.NEUTRAL: "yellow", view.BAD: "red"}
@@ -141,6 +141,8 @@ def print_report(report: Report, console: Console) -> None:
     _print(console, f"[bold {colour}]{escape(badge)}[/]: {escape(view.verdict_line(report))}")
     console.print(_steps(report, narrow=console.width < NARROW))
     _quality(report, console)
+    _lines(console, "loss", losses.sentences(report))
+    _lines(console, "memory", [_memory(row) for row in losses.memory_rows(report)])
     _lines(console, "downgrade", [_downgrade(vars(item)) for item in report.downgrades])
     ranked = [
         f"{item.get('use')} ({_times(item.get('predicted_speedup'))} {view.predicted_label(report)})" for item in view.alternatives(report)
@@ -153,6 +155,11 @@ def print_report(report: Report, console: Console) -> None:
         _lines(console, "error", [f"{report.error.get('type')}: {report.error.get('message')}"])
     if report.folder:
         _print(console, f"[dim]report:[/dim] {escape(report.folder)}")
+
+
+def _memory(row: Sequence[str]) -> str:
+    """`baseline: peak 2.1 GB, weights 538 MB, ...`."""
+    return f"{row[0]}: " + ", ".join(f"{name} {size}" for name, size in zip(losses.MEMORY_HEAD[1:], row[1:], strict=True))
 
 
 def _times(value: object) -> str:

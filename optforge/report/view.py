@@ -119,6 +119,8 @@ def quality_phrases(quality: QualityResult | None) -> list[str]:
     if quality is None:
         return ["no quality figures"]
     found = []
+    if quality.training is not None and figures.exists(quality.training.difference):
+        found.append(f"loss {quality.training.difference:+.4f} nats")
     if figures.exists(quality.perplexity_increase):
         found.append(f"perplexity {figures.percent(quality.perplexity_increase, signed=True)}")
     if quality.top1_drop is not None and figures.exists(quality.top1_drop):
@@ -244,7 +246,7 @@ def quality_lines(quality: QualityResult | None) -> list[QualityLine]:
         "perplexity": figures.percent(quality.perplexity_increase, signed=True),
         "top1": figures.percent(None if quality.top1_drop is None else -quality.top1_drop, signed=True),
     }
-    found = []
+    found = [] if quality.training is None else [_loss_line(quality)]
     for key, name in QUALITY.items():
         value = getattr(quality, key)
         if figures.exists(value):
@@ -254,6 +256,16 @@ def quality_lines(quality: QualityResult | None) -> list[QualityLine]:
                 QualityLine(name=name + kind, baseline=before, optimized=figures.named(key, value), difference=differences.get(key, ""))
             )
     return [*found, *(_own_line(name, own) for name, own in quality.metrics.items())]
+
+
+def _loss_line(quality: QualityResult) -> QualityLine:
+    """The loss that a training ended with."""
+    baseline, own = (
+        f"{value:.4f}" if value is not None and figures.exists(value) else figures.NONE
+        for value in (quality.baseline_cross_entropy, quality.cross_entropy)
+    )
+    change = figures.percent(quality.loss_increase, signed=True)
+    return QualityLine(name="Loss after the training, nats", baseline=baseline, optimized=own, difference=change)
 
 
 def _own_line(name: str, own: Mapping[str, Json]) -> QualityLine:

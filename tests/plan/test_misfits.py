@@ -165,7 +165,6 @@ def test_quantized_weights_are_not_trained(tmp_path: Path) -> None:
     ("extra", "told"),
     [
         (["--add", "shard=shard/tensor"], "runs over 2 devices cannot be executed yet"),
-        (["workload=train"], "training runs cannot be executed yet"),
     ],
 )
 def test_what_can_only_be_planned_is_refused_by_run_in_one_line(tmp_path: Path, extra: list[str], told: str) -> None:

@@ -170,7 +170,7 @@ def test_the_committed_schema_is_the_generated_one() -> None:
 def test_the_schema_requires_every_field_of_every_dataclass() -> None:
     generated = schema.report_schema()
     assert generated["required"] == [field.name for field in dataclasses.fields(Report)]
-    assert {"Measurement", "StepReport", "Ratio", "QualityResult", "Downgrade"} == set(generated["$defs"])
+    assert {"Measurement", "StepReport", "Ratio", "QualityResult", "Downgrade", "TrainingResult", "LossCurve"} == set(generated["$defs"])
     assert generated["$defs"]["Ratio"]["properties"]["value"] == {"type": ["number", "null"]}
     assert "alternating" in generated["$defs"]["Measurement"]["properties"]["baseline_samples_s"]["description"]
 

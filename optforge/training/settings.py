@@ -1,0 +1,50 @@
+"""How a model is trained, as the steps of a recipe have decided; kept on the model, where whoever trains it finds it.
+
+A transform that changes no weight and no forward pass, but the way they are trained (autocast, master weights, the
+optimizer), writes here. Nothing else reads a recipe to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from optforge.spec import Json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAME = "optforge_training"
+"""Attribute of a model that a step gave settings to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a recipe says of the training; the defaults are those of a plain loop."""
+
+    autocast: str | None = None
+    """`bf16` or `fp16`: products run in it under `torch.autocast`, weights keep their dtype."""
+    masters: bool = False
+    """The optimizer holds fp32 copies of weights in a lower precision, and rounds them to the weights after each update."""
+    stochastic: bool = False
+    """Updates of weights in bf16 are rounded up or down at random, in proportion to what is rounded off."""
+    optimizer: str | None = None
+    """Name of an optimizer in `training.optimizers`; None takes the workload's."""
+
+
+def settings_of(module: nn.Module) -> Settings:
+    """The settings that steps have left on a model."""
+    found: Settings = vars(module).get(NAME, Settings())
+    return found
+
+
+def settle_(module: nn.Module, **changes: Any) -> Settings:
+    """Changes some of a model's settings."""
+    module.__dict__[NAME] = replace(settings_of(module), **changes)
+    return settings_of(module)
+
+
+def plain(settings: Settings) -> dict[str, Json]:
+    """As JSON, without what is at its default."""
+    default = Settings()
+    return {name: value for name, value in vars(settings).items() if value != getattr(default, name)}
