@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+FAST   := not slow and not gpu and not multigpu
 EXTRAS := dev,hf,vision,sweep,xla,export
 
 SHELL       := /bin/bash
@@ -17,8 +18,10 @@ SHELL       := /bin/bash
 run: $(READY) model
 	$(BIN)/optforge run recipe=llama_fp8 hardware=a100
 
+# A file of tests stays in one process, one thread each; then those that judge times, one by one.
 test: $(READY) assets
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile -m "$(FAST) and not alone"
+	$(BIN)/python -m pytest -m "$(FAST) and alone"
 
 test-slow: $(READY) assets
 	$(BIN)/python -m pytest -m "slow and not gpu and not multigpu"

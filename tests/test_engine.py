@@ -154,6 +154,7 @@ def report_of(run: Run, folder: Path | None = None) -> engine.Report:
     return engine.execute(engine.plan(run), folder=folder)
 
 
+@pytest.mark.alone
 def test_a_faster_step_is_ok_and_a_slower_one_a_regression() -> None:
     faster = report_of(run_of(("less", Repeat(times=2))))
     assert (faster.status, faster.verdict) == ("complete", "ok")
@@ -164,6 +165,7 @@ def test_a_faster_step_is_ok_and_a_slower_one_a_regression() -> None:
     assert slower.speedup["vs_baseline"].high < 0.7
 
 
+@pytest.mark.alone
 def test_each_step_is_judged_against_the_row_before_it() -> None:
     report = report_of(run_of(("less", Repeat(times=2)), ("more", Repeat(times=32))))
     less, more = report.steps
@@ -173,6 +175,7 @@ def test_each_step_is_judged_against_the_row_before_it() -> None:
     assert report.optimized is more.measured
 
 
+@pytest.mark.alone
 @pytest.mark.case("B104")
 @pytest.mark.case("B45")
 def test_b104_fail_on_regression_sets_the_exit_code() -> None:
@@ -183,6 +186,7 @@ def test_b104_fail_on_regression_sets_the_exit_code() -> None:
     assert engine.exit_code(report, replace(run, fail_on=())) == 0
 
 
+@pytest.mark.alone
 def test_if_faster_drops_a_step_without_gain_and_builds_the_rest_afresh() -> None:
     run = run_of(("less", Repeat(times=2)), ("more", Repeat(times=64)), keep_more="if_faster")
     outcome = engine.run(engine.plan(run))
@@ -193,6 +197,7 @@ def test_if_faster_drops_a_step_without_gain_and_builds_the_rest_afresh() -> Non
     assert any("step more was dropped" in warning for warning in outcome.report.warnings)
 
 
+@pytest.mark.alone
 def test_ends_measures_the_whole_recipe_only() -> None:
     report = report_of(run_of(("less", Repeat(times=4)), ("least", Repeat(times=2)), measure=replace(QUICK, attribution="ends")))
     less, least = report.steps
@@ -202,6 +207,7 @@ def test_ends_measures_the_whole_recipe_only() -> None:
     assert report.verdict == "ok"
 
 
+@pytest.mark.alone
 def test_leave_one_out_says_what_each_step_is_worth_within_the_whole() -> None:
     run = run_of(("less", Repeat(times=2)), ("head", Corrupt()), measure=replace(QUICK, attribution="leave_one_out"))
     less, head = report_of(run).steps
@@ -209,6 +215,7 @@ def test_leave_one_out_says_what_each_step_is_worth_within_the_whole() -> None:
     assert 0.7 < head.without.value < 1.4
 
 
+@pytest.mark.alone
 def test_the_compiled_baseline_is_what_a_compiling_recipe_is_held_against() -> None:
     run = run_of(("less", Repeat(times=2)), ("compile", Compile()))
     report = report_of(run)
@@ -294,12 +301,14 @@ def test_b77_parameters_on_meta_are_refused_before_the_first_step() -> None:
         engine.plan(run_of(("less", Repeat(times=2)), model=model))
 
 
+@pytest.mark.alone
 def test_a_recipe_without_steps_is_the_baseline_itself() -> None:
     report = report_of(run_of())
     assert (report.status, report.verdict) == ("complete", "no_gain")
     assert report.optimized is report.baseline
 
 
+@pytest.mark.alone
 def test_budget_is_shared_out_over_the_rows() -> None:
     run = run_of(("less", Repeat(times=2)), ("least", Repeat(times=1)), measure=Measure(warmup=1, min_rounds=2, budget_s=0.9))
     report = report_of(run)
@@ -307,6 +316,7 @@ def test_budget_is_shared_out_over_the_rows() -> None:
     assert all(seconds < 3.0 for seconds in timed)
 
 
+@pytest.mark.alone
 def test_a_recipe_for_size_says_what_it_costs_in_time() -> None:
     report = report_of(run_of(("more", Repeat(times=64)), goal="size"))
     assert report.verdict == "no_gain"
