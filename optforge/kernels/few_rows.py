@@ -2,16 +2,18 @@
 
 Two kernels, of which tuning picks one for each shape (`kernels.configurations`):
 
-- `vector_kernel` multiplies on the ordinary cores in fp32, for 1 to 4 rows. Products are added up where they stand and reduced once,
-  at the end; the next tile of the weight is asked for before this one is used.
+- `vector_kernel` multiplies on the ordinary cores in fp32, for 1 to 4 rows of all storages but int4. Products are added up where they
+  stand and reduced once, at the end; the next tile of the weight is asked for before this one is used.
 - `tensor_kernel` feeds the matrix units, weight first, so that the weight's rows fill the tile and x's few rows its narrow side. K
   may be split over programs; the last one of a tile adds the parts up in their order, so results do not depend on who that is.
 
-What bounds both is turning stored bits into numbers. fp8 needs no arithmetic for it: its 7 low bits, moved under the sign of a bf16
-or fp32, are that number times 2^-120 (FNUZ 2^-119), subnormals included. x is multiplied by 2^60 on its way in, so that no product
-is lost to underflow, and the rest of the factor meets the scale. int4 becomes 128 + n by setting n as the low bits of a bf16 (1024 + n
-in fp16); the sum of the group's x takes 128 and the zero point off again. Conversions exist three times: BITS in Triton's own
-operations, HARDWARE for the instructions of sm_89 and later, PACKED as PTX that converts several values in a register at once.
+What bounds both is turning stored bits into numbers, so weights are read as words of 32 bits and converted in whole registers; a sum
+over K may take its terms in any order, so the value at each place of a word meets the x at that place in a product of its own, and
+nothing is shuffled. fp8 needs no arithmetic: its 7 low bits, moved under the sign of a bf16 or fp32, are that number times 2^-120
+(FNUZ 2^-119), subnormals included. x is multiplied by 2^60 on its way in, so that no product is lost to underflow, and the rest of
+the factor meets the scale. int4 becomes 128 + n by setting n as the low bits of a bf16 (1024 + n in fp16); the sum of the group's x
+takes that and the zero point off again. For the matrix units conversions exist twice: BITS in Triton's own operations, PACKED as PTX
+that converts two values at once (`kernels.ptx`).
 
 An RMSNorm in front costs no pass of its own: its weight multiplies x on the way, and its factor per row the sums.
 """
@@ -24,65 +26,89 @@ import triton
 import triton.language as tl
 
 from optforge.kernels import configurations, ptx
-from optforge.kernels.configurations import HARDWARE, KINDS, PACKED, PLAIN_KIND, Shape
+from optforge.kernels.configurations import KINDS, PACKED, PLAIN_KIND, Shape
 from optforge.kernels.launches import FP8, INT4, INT8
 
 if TYPE_CHECKING:  # the compiler's own processes have no use for PyTorch
     from torch import Tensor
 
 _INT8, _FP8, _INT4, _PLAIN = tl.constexpr(INT8), tl.constexpr(FP8), tl.constexpr(INT4), tl.constexpr(PLAIN_KIND)
-_HARDWARE, _PACKED = tl.constexpr(HARDWARE), tl.constexpr(PACKED)
+_PACKED = tl.constexpr(PACKED)
 _LIFT = tl.constexpr(2.0**60)
 _FLOAT_BITS = tl.constexpr(-0x78100000)
 """0x87F00000: the sign and the 7 low bits of an fp8 byte that was shifted to the top and back by 4."""
-_FP8_TO_FLOAT, _INT8_TO_FLOAT = tl.constexpr(ptx.FP8_TO_FLOAT), tl.constexpr(ptx.INT8_TO_FLOAT)
-_FP8_TO_BF16, _INT8_TO_BF16 = tl.constexpr(ptx.FP8_TO_BF16), tl.constexpr(ptx.INT8_TO_BF16)
-_INT4_TO_BF16 = tl.constexpr(ptx.INT4_TO_BF16)
+_SIGNS = tl.constexpr(-0x7F7F7F80)
+"""0x80808080: makes signed bytes unsigned, 128 larger."""
+_FP8_ASM, _INT8_ASM, _INT4_ASM = tl.constexpr(ptx.FP8_TO_BF16), tl.constexpr(ptx.INT8_TO_BF16), tl.constexpr(ptx.INT4_TO_BF16)
+_FOUR, _EIGHT = tl.constexpr(ptx.FOUR), tl.constexpr(ptx.EIGHT)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _floats(stored, KIND: tl.constexpr, CONVERT: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
-    """Stored values as fp32; fp8 by its bits, times 2^-120 or 2^-119."""
+def _held(words, place: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """The 16-bit float at a place of words of 32 or 64 bits."""
+    return ((words >> (16 * place)) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _float(words, place: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """The stored value at a place of words of 32 bits, as fp32; fp8 times 2^-120 or 2^-119."""
     if KIND == _FP8:
-        if CONVERT == _HARDWARE:
-            return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        if CONVERT == _PACKED:
-            return tl.inline_asm_elementwise(_FP8_TO_FLOAT, "=r,=r,=r,=r,r", [stored], dtype=tl.float32, is_pure=True, pack=4)
-        return (((stored.to(tl.int32) << 24) >> 4) & _FLOAT_BITS).to(tl.float32, bitcast=True)
-    if KIND == _INT8 and CONVERT == _PACKED:
-        return tl.inline_asm_elementwise(_INT8_TO_FLOAT, "=r,=r,=r,=r,r", [stored], dtype=tl.float32, is_pure=True, pack=4)
-    return stored.to(tl.float32)
+        return (((words << (24 - 8 * place)) >> 4) & _FLOAT_BITS).to(tl.float32, bitcast=True)
+    elif KIND == _INT8:  # noqa: RET505 - Triton compiles what follows a return
+        byte = ((words ^ _SIGNS) >> (8 * place)) & 0xFF
+        return (byte | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+    else:
+        return _held(words, place, dtype).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _halves(stored, dtype: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
-    """Stored values as bf16 or fp16; fp8 by its bits: times 2^-120 (or 2^-119) in bf16, over `half_factor` in fp16."""
+def _half(words, place: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """The same as bf16 or fp16: fp8 times 2^-120 (2^-119) in bf16, over `half_factor` in fp16; int4 as 128 + n or 1024 + n."""
     if KIND == _FP8:
-        if CONVERT == _HARDWARE:
-            return stored.to(tl.float8e4nv, bitcast=True).to(dtype)
-        bits = stored.to(tl.uint16)
-        if dtype == tl.float16:
-            return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        if CONVERT == _PACKED:
-            return tl.inline_asm_elementwise(_FP8_TO_BF16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
-    if KIND == _INT8 and CONVERT == _PACKED and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_INT8_TO_BF16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return stored.to(tl.float32).to(dtype)
+        bits = ((words >> (8 * place)) & 0xFF).to(tl.uint16)
+        shift: tl.constexpr = 7 if dtype == tl.float16 else 4
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << shift)).to(dtype, bitcast=True)
+    elif KIND == _INT8:  # noqa: RET505 - as above
+        return ((words << (24 - 8 * place)) >> 24).to(tl.float32).to(dtype)
+    else:
+        one: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
+        return (((words >> (4 * place)) & 0xF) | one).to(tl.uint16).to(dtype, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _nibbles(packed, dtype: tl.constexpr, CONVERT: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
-    """The low and the high nibbles, each as 128 + n in bf16 or 1024 + n in fp16."""
-    if dtype == tl.bfloat16:
-        if CONVERT == _PACKED:
-            return tl.inline_asm_elementwise(
-                _INT4_TO_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        wide = packed.to(tl.uint16)
-        return ((wide & 0xF) | 0x4300).to(tl.bfloat16, bitcast=True), ((wide >> 4) | 0x4300).to(tl.bfloat16, bitcast=True)
-    wide = packed.to(tl.uint16)
-    return ((wide & 0xF) | 0x6400).to(tl.float16, bitcast=True), ((wide >> 4) | 0x6400).to(tl.float16, bitcast=True)
+def _four(words, dtype: tl.constexpr, KIND: tl.constexpr, CONVERT: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """The values at the four places of words of 8-bit numbers."""
+    if CONVERT == _PACKED and dtype == tl.bfloat16:
+        asm: tl.constexpr = _FP8_ASM if KIND == _FP8 else _INT8_ASM
+        all = tl.inline_asm_elementwise(
+            asm, _FOUR, [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+        v0, v1, v2, v3 = all[0], all[1], all[2], all[3]
+    else:
+        v0, v1 = _half(words, 0, dtype, KIND), _half(words, 1, dtype, KIND)
+        v2, v3 = _half(words, 2, dtype, KIND), _half(words, 3, dtype, KIND)
+    return v0, v1, v2, v3
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _eight(words, dtype: tl.constexpr, CONVERT: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """The values at the eight places of words of nibbles."""
+    if CONVERT == _PACKED and dtype == tl.bfloat16:
+        all = tl.inline_asm_elementwise(
+            _INT4_ASM,
+            _EIGHT,
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+        v0, v1, v2, v3, v4, v5, v6, v7 = all[0], all[1], all[2], all[3], all[4], all[5], all[6], all[7]
+    else:
+        v0, v1 = _half(words, 0, dtype, _INT4), _half(words, 1, dtype, _INT4)
+        v2, v3 = _half(words, 2, dtype, _INT4), _half(words, 3, dtype, _INT4)
+        v4, v5 = _half(words, 4, dtype, _INT4), _half(words, 5, dtype, _INT4)
+        v6, v7 = _half(words, 6, dtype, _INT4), _half(words, 7, dtype, _INT4)
+    return v0, v1, v2, v3, v4, v5, v6, v7
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
@@ -137,65 +163,81 @@ def _one_row(  # type: ignore[no-untyped-def]  # pointers and tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def vector_kernel(  # noqa: PLR0912, PLR0915 - one launch  # type: ignore[no-untyped-def]  # pointers and tiles
+def _add_row(  # type: ignore[no-untyped-def]  # pointers and tiles
+    total, second, squares, x_words, at, in_k, words, words_up, by_words, norm_offset,
+    dtype: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr, HAS_NORM: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """One row of x against a tile of words of the weight."""
+    held = tl.load(x_words + at, mask=in_k, other=0)
+    for place in tl.static_range(PER):
+        x = _held(held, place, dtype).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x = x * (_held(by_words, place, dtype).to(tl.float32) + norm_offset)
+        if KIND == _FP8:
+            x = x * _LIFT
+        total += _float(words, place, dtype, KIND) * x[None, :]
+        if GATE:
+            second += _float(words_up, place, dtype, KIND) * x[None, :]
+    return total, second, squares
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def vector_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr,
     N, K, stride_xm, stride_wn, stride_sn, stride_rm, factor, eps, norm_offset,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    KIND: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of all ROWS (1 to 4) rows. Grid: (ceil(N / BLOCK_N),)."""
+    """One program: BLOCK_N outputs of all ROWS (1 to 4) rows. Grid: (ceil(N / BLOCK_N),).
+
+    Rows of the weight, of x and of the norm's weight are read as words; strides are those of elements, a multiple of 8.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    PER: tl.constexpr = 2 if KIND == _PLAIN else 4
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    word: tl.constexpr = tl.int32 if KIND == _PLAIN else tl.int64
+    x_words = x_ptr.to(tl.pointer_type(word))
+    norm_words = norm_ptr.to(tl.pointer_type(word))
+    w_words = w_ptr.to(tl.pointer_type(tl.int32))
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
-    offs = tl.arange(0, BLOCK_K)
-    w_rows = w_ptr + offs_n.to(tl.int64)[:, None] * stride_wn
-    u_rows = w_ptr + (offs_n + N).to(tl.int64)[:, None] * stride_wn
-    first = in_n[:, None] & (offs < K)[None, :]
+    offs = tl.arange(0, BLOCK_K // PER)
+    length = K // PER
+    w_rows = w_words + offs_n.to(tl.int64)[:, None] * (stride_wn // PER)
+    u_rows = w_words + (offs_n + N).to(tl.int64)[:, None] * (stride_wn // PER)
+    first = in_n[:, None] & (offs < length)[None, :]
     stored = tl.load(w_rows + offs[None, :], mask=first, other=0)
     stored_up = tl.load(u_rows + offs[None, :], mask=first, other=0) if GATE else stored
     if PDL:
         tl.extra.cuda.gdc_wait()  # the weight is nobody's result; x is
-    nothing = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    none = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    nothing = tl.zeros((BLOCK_N, BLOCK_K // PER), dtype=tl.float32)
+    none = tl.zeros((BLOCK_K // PER,), dtype=tl.float32)
     t0, t1, t2, t3 = nothing, nothing, nothing, nothing
     u0, u1, u2, u3 = nothing, nothing, nothing, nothing
     s0, s1, s2, s3 = none, none, none, none
-    for k in range(0, K, BLOCK_K):
-        offs_k = k + offs
-        in_k = offs_k < K
-        later = offs_k + BLOCK_K
-        asked = in_n[:, None] & (later < K)[None, :]
+    stride_xw = stride_xm // PER
+    for k in range(0, length, BLOCK_K // PER):
+        at = k + offs
+        in_k = at < length
+        later = at + BLOCK_K // PER
+        asked = in_n[:, None] & (later < length)[None, :]
         ahead = tl.load(w_rows + later[None, :], mask=asked, other=0)
         ahead_up = tl.load(u_rows + later[None, :], mask=asked, other=0) if GATE else ahead
-        w = _floats(stored, KIND, CONVERT)
-        u = _floats(stored_up, KIND, CONVERT) if GATE else w
-        by = tl.load(norm_ptr + offs_k, mask=in_k, other=0.0).to(tl.float32) + norm_offset if HAS_NORM else none + 1.0
-        if KIND == _FP8 and CONVERT != _HARDWARE:
-            by = by * _LIFT
-        x = tl.load(x_ptr + offs_k, mask=in_k, other=0.0).to(tl.float32)
-        s0 += x * x
-        t0 += w * (x * by)[None, :]
-        if GATE:
-            u0 += u * (x * by)[None, :]
+        by = tl.load(norm_words + at, mask=in_k, other=0) if HAS_NORM else none
+        # fmt: off
+        t0, u0, s0 = _add_row(t0, u0, s0, x_words, at, in_k, stored, stored_up, by, norm_offset, dtype, KIND, GATE, HAS_NORM, PER)
         if ROWS > 1:
-            x = tl.load(x_ptr + stride_xm + offs_k, mask=in_k, other=0.0).to(tl.float32)
-            s1 += x * x
-            t1 += w * (x * by)[None, :]
-            if GATE:
-                u1 += u * (x * by)[None, :]
+            t1, u1, s1 = _add_row(t1, u1, s1, x_words + stride_xw, at, in_k, stored, stored_up, by, norm_offset,
+                                  dtype, KIND, GATE, HAS_NORM, PER)
         if ROWS > 2:
-            x = tl.load(x_ptr + 2 * stride_xm + offs_k, mask=in_k, other=0.0).to(tl.float32)
-            s2 += x * x
-            t2 += w * (x * by)[None, :]
-            if GATE:
-                u2 += u * (x * by)[None, :]
+            t2, u2, s2 = _add_row(t2, u2, s2, x_words + 2 * stride_xw, at, in_k, stored, stored_up, by, norm_offset,
+                                  dtype, KIND, GATE, HAS_NORM, PER)
         if ROWS > 3:
-            x = tl.load(x_ptr + 3 * stride_xm + offs_k, mask=in_k, other=0.0).to(tl.float32)
-            s3 += x * x
-            t3 += w * (x * by)[None, :]
-            if GATE:
-                u3 += u * (x * by)[None, :]
+            t3, u3, s3 = _add_row(t3, u3, s3, x_words + 3 * stride_xw, at, in_k, stored, stored_up, by, norm_offset,
+                                  dtype, KIND, GATE, HAS_NORM, PER)
+        # fmt: on
         stored = ahead
         stored_up = ahead_up
     # fmt: off
@@ -214,74 +256,159 @@ def vector_kernel(  # noqa: PLR0912, PLR0915 - one launch  # type: ignore[no-unt
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _product(  # type: ignore[no-untyped-def]  # pointers and tiles
-    total, x, sums, rows_ptr, k, K, offs_n, in_n, scale_ptr, zero_ptr, stride_sn,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """total [BLOCK_N, BLOCK_M] + a step of the product. `sums`: of x's row over the step, for int4 alone."""
-    if KIND == _INT4:
-        offs = k // 2 + tl.arange(0, BLOCK_K // 2)
-        packed = tl.load(rows_ptr + offs[None, :], mask=in_n[:, None] & (2 * offs < K)[None, :], other=0)
-        low, high = _nibbles(packed, x.dtype, CONVERT)
-        even, odd = tl.split(x.reshape(x.shape[0], BLOCK_K // 2, 2))
-        if WIDE:
-            low, high, even, odd = low.to(tl.float32), high.to(tl.float32), even.to(tl.float32), odd.to(tl.float32)
-        part = tl.dot(low, tl.trans(even), input_precision="ieee")
-        part = tl.dot(high, tl.trans(odd), part, input_precision="ieee")
-        group = offs_n * stride_sn + k // GROUP
-        offset = 128.0 if x.dtype == tl.bfloat16 else 1024.0
-        zero = tl.load(zero_ptr + group, mask=in_n, other=0).to(tl.float32) if HAS_ZERO else tl.full(offs_n.shape, 8.0, tl.float32)
-        scale = tl.load(scale_ptr + group, mask=in_n, other=0.0)
-        return total + (part - (zero + offset)[:, None] * sums[None, :]) * scale[:, None]
-    offs = k + tl.arange(0, BLOCK_K)
-    stored = tl.load(rows_ptr + offs[None, :], mask=in_n[:, None] & (offs < K)[None, :], other=0)
-    w = _halves(stored, x.dtype, KIND, CONVERT)
+def _mul(w, x, total, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """total [BLOCK_N, BLOCK_M] + w [BLOCK_N, k] x^T; WIDE for the interpreter, whose product knows no bf16."""
     if WIDE:
         w, x = w.to(tl.float32), x.to(tl.float32)
     return tl.dot(w, tl.trans(x), total, input_precision="ieee")
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _mul_four(total, words, x0, x1, x2, x3, KIND: tl.constexpr, CONVERT: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    v0, v1, v2, v3 = _four(words, x0.dtype, KIND, CONVERT)
+    total = _mul(v1, x1, _mul(v0, x0, total, WIDE), WIDE)
+    return _mul(v3, x3, _mul(v2, x2, total, WIDE), WIDE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _mul_eight(  # type: ignore[no-untyped-def]  # pointers and tiles
+    total, words, x0, x1, x2, x3, x4, x5, x6, x7, sums, k, offs_n, in_n, scale_ptr, zero_ptr, stride_sn, at_word,
+    CONVERT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_K: tl.constexpr, HAS_ZERO: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile of int4 words: each group's product apart, by leaving out x of the other groups, then its scale and zero point.
+
+    `sums` [BLOCK_M, words]: of the 8 x that meet a word.
+    """
+    offset = 1024.0 if x0.dtype == tl.float16 else 128.0
+    v0, v1, v2, v3, v4, v5, v6, v7 = _eight(words, x0.dtype, CONVERT)
+    for one in tl.static_range(BLOCK_K // STEP):
+        group = offs_n * stride_sn + (k + one * STEP) // GROUP
+        scale = tl.load(scale_ptr + group, mask=in_n, other=0.0)
+        zero = tl.load(zero_ptr + group, mask=in_n, other=0).to(tl.float32) if HAS_ZERO else tl.full(offs_n.shape, 8.0, tl.float32)
+        part = tl.zeros(total.shape, dtype=tl.float32)
+        if STEP == BLOCK_K:
+            part = _mul(v1, x1, _mul(v0, x0, part, WIDE), WIDE)
+            part = _mul(v3, x3, _mul(v2, x2, part, WIDE), WIDE)
+            part = _mul(v5, x5, _mul(v4, x4, part, WIDE), WIDE)
+            part = _mul(v7, x7, _mul(v6, x6, part, WIDE), WIDE)
+            whole = tl.sum(sums, 1)
+        else:
+            mine = (at_word * 8 // STEP == one)[None, :]
+            none = tl.zeros(x0.shape, dtype=x0.dtype)
+            part = _mul(v1, tl.where(mine, x1, none), _mul(v0, tl.where(mine, x0, none), part, WIDE), WIDE)
+            part = _mul(v3, tl.where(mine, x3, none), _mul(v2, tl.where(mine, x2, none), part, WIDE), WIDE)
+            part = _mul(v5, tl.where(mine, x5, none), _mul(v4, tl.where(mine, x4, none), part, WIDE), WIDE)
+            part = _mul(v7, tl.where(mine, x7, none), _mul(v6, tl.where(mine, x6, none), part, WIDE), WIDE)
+            whole = tl.sum(tl.where(mine, sums, 0.0), 1)
+        total += (part - (zero + offset)[:, None] * whole[None, :]) * scale[:, None]
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _ready(x, by, HAS_NORM: tl.constexpr, LIFTED: tl.constexpr):  # type: ignore[no-untyped-def]  # tiles
+    """x as the product takes it: times the norm's weight, times 2^60."""
+    if HAS_NORM or LIFTED:
+        wide = x.to(tl.float32)
+        if HAS_NORM:
+            wide = wide * by[None, :]
+        return ((wide * _LIFT) if LIFTED else wide).to(x.dtype)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
+def _square(x):  # type: ignore[no-untyped-def]  # tiles
+    wide = x.to(tl.float32)
+    return wide * wide
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
 def tensor_kernel(  # noqa: PLR0912, PLR0915 - one launch  # type: ignore[no-untyped-def]  # pointers and tiles
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, part_ptr, square_ptr, count_ptr,
     M, N, K, stride_xm, stride_wn, stride_sn, stride_rm, factor, eps, norm_offset,
-    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, HAS_ZERO: tl.constexpr, GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of up to BLOCK_M rows over one part of K. Grid: (ceil(N / BLOCK_N), SPLIT)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    PER: tl.constexpr = 1 if KIND == _PLAIN else 8 if KIND == _INT4 else 4
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    LIFTED: tl.constexpr = KIND == _FP8 and dtype == tl.bfloat16
+    w_words = w_ptr if KIND == _PLAIN else w_ptr.to(tl.pointer_type(tl.int32))
     block, part = tl.program_id(0), tl.program_id(1)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs = tl.arange(0, BLOCK_K // PER)
     in_m, in_n = offs_m < M, offs_n < N
-    w_rows = w_ptr + offs_n.to(tl.int64)[:, None] * stride_wn
-    u_rows = w_ptr + (offs_n + N).to(tl.int64)[:, None] * stride_wn
+    stride = stride_wn if KIND == _PLAIN else stride_wn // 4
+    w_rows = w_words + offs_n.to(tl.int64)[:, None] * stride
+    u_rows = w_words + (offs_n + N).to(tl.int64)[:, None] * stride
+    x_rows = x_ptr + offs_m[:, None] * stride_xm
+    x_words = x_ptr.to(tl.pointer_type(tl.int64)) + offs_m[:, None] * (stride_xm // 4)
+    norm_words = norm_ptr.to(tl.pointer_type(tl.int64))
     each = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     second = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    spread = tl.zeros((BLOCK_M, BLOCK_K // PER), dtype=tl.float32)
     for k in range(part * each, min(part * each + each, K), BLOCK_K):
-        offs_k = k + tl.arange(0, BLOCK_K)
-        in_k = offs_k < K
-        x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            by = tl.load(norm_ptr + offs_k, mask=in_k, other=0.0).to(tl.float32) + norm_offset
-            x = (wide * by[None, :]).to(x.dtype)
-        sums = tl.sum(x.to(tl.float32), 1) if KIND == _INT4 else squares
-        if KIND == _FP8 and CONVERT != _HARDWARE and x.dtype == tl.bfloat16:
-            x = (x.to(tl.float32) * _LIFT).to(x.dtype)
-        # fmt: off
-        total = _product(total, x, sums, w_rows, k, K, offs_n, in_n, scale_ptr, zero_ptr, stride_sn,
-                         KIND, CONVERT, GROUP, HAS_ZERO, BLOCK_K, WIDE)
-        if GATE:
-            second = _product(second, x, sums, u_rows, k, K, offs_n + N, in_n, scale_ptr, zero_ptr, stride_sn,
-                              KIND, CONVERT, GROUP, HAS_ZERO, BLOCK_K, WIDE)
-        # fmt: on
+        at = k // PER + offs
+        in_k = at < K // PER
+        in_x = in_m[:, None] & in_k[None, :]
+        in_w = in_n[:, None] & in_k[None, :]
+        words = tl.load(w_rows + at[None, :], mask=in_w, other=0)
+        words_up = tl.load(u_rows + at[None, :], mask=in_w, other=0) if GATE else words
+        if KIND == _PLAIN:
+            x = tl.load(x_rows + at[None, :], mask=in_x, other=0.0)
+            by = tl.load(norm_ptr + at, mask=in_k, other=0.0).to(tl.float32) + norm_offset if HAS_NORM else 0.0
+            if HAS_NORM:
+                spread += _square(x)
+            x = _ready(x, by, HAS_NORM, LIFTED)
+            total = _mul(words, x, total, WIDE)
+            if GATE:
+                second = _mul(words_up, x, second, WIDE)
+        elif KIND == _INT4:
+            a = tl.load(x_words + 2 * at[None, :], mask=in_x, other=0)
+            b = tl.load(x_words + 2 * at[None, :] + 1, mask=in_x, other=0)
+            x0, x1, x2, x3 = _held(a, 0, dtype), _held(a, 1, dtype), _held(a, 2, dtype), _held(a, 3, dtype)
+            x4, x5, x6, x7 = _held(b, 0, dtype), _held(b, 1, dtype), _held(b, 2, dtype), _held(b, 3, dtype)
+            if HAS_NORM:
+                spread += _square(x0) + _square(x1) + _square(x2) + _square(x3)
+                spread += _square(x4) + _square(x5) + _square(x6) + _square(x7)
+                n = tl.load(norm_words + 2 * at, mask=in_k, other=0)
+                o = tl.load(norm_words + 2 * at + 1, mask=in_k, other=0)
+                x0 = _ready(x0, _held(n, 0, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x1 = _ready(x1, _held(n, 1, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x2 = _ready(x2, _held(n, 2, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x3 = _ready(x3, _held(n, 3, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x4 = _ready(x4, _held(o, 0, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x5 = _ready(x5, _held(o, 1, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x6 = _ready(x6, _held(o, 2, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+                x7 = _ready(x7, _held(o, 3, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+            sums = x0.to(tl.float32) + x1.to(tl.float32) + x2.to(tl.float32) + x3.to(tl.float32)
+            sums += x4.to(tl.float32) + x5.to(tl.float32) + x6.to(tl.float32) + x7.to(tl.float32)
+            # fmt: off
+            total = _mul_eight(total, words, x0, x1, x2, x3, x4, x5, x6, x7, sums, k, offs_n, in_n, scale_ptr, zero_ptr, stride_sn,
+                               offs, CONVERT, GROUP, STEP, BLOCK_K, HAS_ZERO, WIDE)
+            if GATE:
+                second = _mul_eight(second, words_up, x0, x1, x2, x3, x4, x5, x6, x7, sums, k, offs_n + N, in_n, scale_ptr, zero_ptr,
+                                    stride_sn, offs, CONVERT, GROUP, STEP, BLOCK_K, HAS_ZERO, WIDE)
+            # fmt: on
+        else:
+            a = tl.load(x_words + at[None, :], mask=in_x, other=0)
+            x0, x1, x2, x3 = _held(a, 0, dtype), _held(a, 1, dtype), _held(a, 2, dtype), _held(a, 3, dtype)
+            n = tl.load(norm_words + at, mask=in_k, other=0) if HAS_NORM else at.to(tl.int64)
+            if HAS_NORM:
+                spread += _square(x0) + _square(x1) + _square(x2) + _square(x3)
+            x0 = _ready(x0, _held(n, 0, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+            x1 = _ready(x1, _held(n, 1, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+            x2 = _ready(x2, _held(n, 2, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+            x3 = _ready(x3, _held(n, 3, dtype).to(tl.float32) + norm_offset, HAS_NORM, LIFTED)
+            total = _mul_four(total, words, x0, x1, x2, x3, KIND, CONVERT, WIDE)
+            if GATE:
+                second = _mul_four(second, words_up, x0, x1, x2, x3, KIND, CONVERT, WIDE)
+    squares = tl.sum(spread, 1)
     last = True
     if SPLIT > 1:
         blocks = tl.num_programs(0)
@@ -356,9 +483,9 @@ def launch(
     device = device_of(x)
     if config is None:
         config = configurations.chosen(shape_of(x, weight, storage, group_size, gate, norm is not None), device)
-    kind, lifted = KINDS[storage], config["CONVERT"] != HARDWARE
+    kind = KINDS[storage]
     factor = 1.0
-    if kind == FP8 and lifted:
+    if kind == FP8:
         exact = FORMATS[storage].half_factor  # 2^(15 - bias)
         narrow = x.dtype is torch.float16 and not config["vector"]
         factor = exact if narrow else exact * 2.0 ** (127 - 15 - 60)
@@ -383,7 +510,12 @@ def launch(
             part = torch.empty(split * blocks * tiles * tile["BLOCK_N"] * tile["BLOCK_M"], dtype=torch.float32, device=x.device)
             square = torch.empty(split * blocks * tile["BLOCK_M"], dtype=torch.float32, device=x.device)
             counts = semaphores(x, weight, blocks)
-        flags |= {"GROUP": group_size, "HAS_ZERO": zero is not None, "WIDE": not x.is_cuda}
+        flags |= {
+            "GROUP": group_size,
+            "STEP": configurations.step(group_size, tile["BLOCK_K"]),
+            "HAS_ZERO": zero is not None,
+            "WIDE": x.device.type == "cpu",
+        }
         tensors = (x, weight, given, given if zero is None else zero, *around, y, part, square, counts)
         KERNELS["tensor_kernel"][(blocks, split)](*tensors, rows, outputs, columns, *strides, **flags, **tile, **early)
     return y

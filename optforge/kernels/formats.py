@@ -54,8 +54,10 @@ def format_for(target: Hardware) -> Fp8Format:
 def convert(bits: Tensor, scale: Tensor, source: Fp8Format, target: Fp8Format) -> tuple[Tensor, Tensor]:
     """The same values in another format: uint8 bits and fp32 scales in, uint8 bits and fp32 scales out.
 
-    Equal bytes stand for twice the value in OCP, so the scale carries the factor of two and the bytes stay, except that
-    -0 becomes 0 (0x80 is NaN in FNUZ) and OCP's NaN, which is never stored, is refused.
+    Equal bytes stand for twice the value in OCP, so the scale carries the factor of two and the bytes stay, with two exceptions:
+    -0 of OCP becomes 0 (0x80 is NaN in FNUZ), and FNUZ's largest numbers, +-240, whose bytes 0x7F and 0xFF are NaN in OCP. Where one
+    of those is stored, the numbers are written anew under the scale that they have: exact, but for those below 2^-6, which lose their
+    last bit (half of OCP's smallest step).
 
     Raises:
         ValueError: the bits hold NaN.
@@ -64,6 +66,9 @@ def convert(bits: Tensor, scale: Tensor, source: Fp8Format, target: Fp8Format) -
         return bits, scale
     if bool(bits.view(source.dtype).float().isnan().any()):
         raise ValueError(f"the stored {source.name} values hold NaN")
+    if bool(((bits & 0x7F) == 0x7F).any()):  # of FNUZ alone: in OCP they are NaN
+        written = bits.view(source.dtype).float().to(target.dtype).view(torch.uint8)
+        return torch.where(written == 0x80, torch.zeros_like(written), written), scale
     kept = torch.where(bits == 0x80, torch.zeros_like(bits), bits)
     return kept, scale * 2.0 ** (target.bias - source.bias)
 

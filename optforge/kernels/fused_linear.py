@@ -93,7 +93,7 @@ def fused_linear(
     """
     flat = x.reshape(-1, x.shape[-1])
     kept = None if residual is None else residual.reshape(flat.shape[0], -1)
-    if takes_kernel(x) and _fits(flat, storage, group_size):
+    if takes_kernel(x) and _fits(flat, norm, storage, group_size):
         y: Tensor = torch.ops.optforge.fused_linear(
             flat, weight, scale, zero, bias, norm, kept, storage, group_size, eps, norm_offset, gate
         )
@@ -102,9 +102,15 @@ def fused_linear(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _fits(x: Tensor, storage: str, group_size: int) -> bool:
-    """Whether the fused kernel takes it: few rows of 16-bit numbers, and int4 groups that the matrix units can step along."""
-    if x.dtype is torch.float32 or x.shape[0] > ROWS:
+MULTIPLES = {"plain": 8, "int8": 16, "int4": 32} | dict.fromkeys(FORMATS, 16)
+"""What K must be a multiple of in the fused kernel: it reads 16 bytes at a time. Other sizes run as parts."""
+
+
+def _fits(x: Tensor, norm: Tensor | None, storage: str, group_size: int) -> bool:
+    """Whether the fused kernel takes it: few rows of 16-bit numbers, and a K that it can read in whole words."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[0] > ROWS or x.shape[1] % MULTIPLES[storage] or not x.shape[1]:
+        return False
+    if norm is not None and norm.dtype is not torch.bfloat16:  # fp16 would overflow before the norm's factor; x has the norm's dtype
         return False
     return storage != "int4" or (group_size & -group_size) >= SMALLEST_GROUP
 

@@ -213,10 +213,10 @@ def linears(device: str = "cpu") -> Iterator[Trial]:
     rows = (1, 2, 3, 5, 16)
     for place, storage in enumerate(("plain", "int8", "e4m3fn", "e4m3fnuz", "int4")):
         for count in rows:
-            yield linear(storage, count, 40, 264, device=device, bias=True, seed=place)
+            yield linear(storage, count, 40, 256 + 32, device=device, bias=True, seed=place)
             yield linear(storage, count, 36, 320, device=device, norm=True, gate="silu", seed=place + 10)
-        yield linear(storage, 3, 33, 200, device=device, dtype="fp16", residual=True, group=32, zero=False, seed=place + 20)
-        yield linear(storage, 1, 17, 130, device=device, norm=True, gate="gelu_tanh", bias=True, residual=True, seed=place + 30)
+        yield linear(storage, 3, 33, 192, device=device, dtype="fp16", residual=True, group=32, zero=False, seed=place + 20)
+        yield linear(storage, 1, 17, 160, device=device, norm=True, gate="gelu_tanh", bias=True, residual=True, seed=place + 30)
     yield linear("e4m3fn", 1, 24, 128, device=device, gate="gelu", seed=40)
 
 
