@@ -67,6 +67,15 @@ def optimize(
     return outcome.module, outcome.report
 
 
+def compose(model: nn.Module, recipe: str | Path, *, hardware: str = "auto", example: Any = None, overrides: Sequence[str] = ()) -> Run:
+    """What `apply` with the same arguments would plan: the composed, checked configuration. Nothing is planned, and `model` is left alone.
+
+    Raises:
+        UserError: the recipe or an override is wrong.
+    """
+    return _run(GivenModel(module=model, example=as_example(example)), recipe, hardware, overrides)
+
+
 def apply(
     model: nn.Module,
     recipe: str | Path,

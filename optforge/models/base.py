@@ -38,6 +38,8 @@ class Loaded:
     """Channels, height, width for image classifiers."""
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """Arguments of one forward pass for the family `module` (and for a user's own model)."""
+    batches: Callable[[int], list[Example]] | None = None
+    """Of a module that brings data of its own to be trained on: up to so many examples; None where the one example is all there is."""
     weights: str = "trained"
     """trained, or random: random weights serve shapes and speed only, and no quality is claimed on them."""
     digest: str | None = None

@@ -21,6 +21,8 @@ NATIVE, DOWNGRADED, REFUSED = "native", "downgraded", "refused"
 LANGUAGE = ("model=llama3_1b", "model.layers=2")
 """Two layers of a published shape: every size that a target may refuse, in a hundredth of a second."""
 VISION = ("model=fashion_cnn",)
+TRAINING = ("_train", "_lora")
+"""Ends of the names of recipes that are for workload=train."""
 THIS_MACHINE = ("auto",)
 """Profiles that describe whatever machine reads them."""
 
@@ -48,8 +50,9 @@ def hardware() -> list[str]:
 def composed(recipe: str) -> Run:
     """The run of a recipe on the small model that it is for; the hardware is put in later."""
     model = VISION if recipe.startswith("vision") else LANGUAGE
+    workload = ("workload=train",) if recipe.endswith(TRAINING) else ()
     cwd = config.recipes_dir()
-    return config.compose(config.parse([f"recipe={recipe}", "hardware=cpu", *model], cwd=cwd), cwd=cwd)
+    return config.compose(config.parse([f"recipe={recipe}", "hardware=cpu", *model, *workload], cwd=cwd), cwd=cwd)
 
 
 def cell(run: Run) -> Cell:

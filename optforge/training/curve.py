@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from optforge.distributed.world import gather
 from optforge.measure import limits as limits_
 from optforge.spec import LossCurve, QualityResult, TrainingResult
 from optforge.training.trainer import Trainer
@@ -93,7 +94,8 @@ class LossQuality:
         torch.manual_seed(seed)
         before = self.held_out(module) if self.held_out is not None else None
         trainer = self.begin(module, seed)
-        losses = torch.stack([trainer.step().float() for _ in range(self.steps)]).tolist()
+        own = torch.stack([trainer.step().float() for _ in range(self.steps)]).tolist()
+        losses = [math.fsum(step) / len(step) for step in zip(*gather(own), strict=True)]  # of devices with batches of their own
         after = self.held_out(module) if self.held_out is not None else None
         return LossCurve(seed=seed, losses=losses, held_out_before=before, held_out=after)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from optforge.errors import PlanError, Problem
 from optforge.spec import Json
-from optforge.training.settings import Settings
+from optforge.training.settings import Settings, take_master
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ class Chunked:
         full = [parameter for parameter in trained if parameter.element_size() != 2]
         self.stochastic = stochastic
         self.chunks = list(_chunks(low, CHUNK_ELEMENTS))
-        self.held: list[list[Tensor]] = [[parameter.detach().float() for parameter in chunk] for chunk in self.chunks]
+        self.held: list[list[Tensor]] = [[take_master(parameter) for parameter in chunk] for chunk in self.chunks]
         """The masters; with `stochastic` they have no content between two updates."""
         self.inner = [make(held) for held in self.held]
         self.full = full

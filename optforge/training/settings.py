@@ -6,13 +6,14 @@ optimizer), writes here. Nothing else reads a recipe to know.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optforge.spec import Json
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 NAME = "optforge_training"
 """Attribute of a model that a step gave settings to."""
@@ -48,3 +49,43 @@ def plain(settings: Settings) -> dict[str, Json]:
     """As JSON, without what is at its default."""
     default = Settings()
     return {name: value for name, value in vars(settings).items() if value != getattr(default, name)}
+
+
+MASTER = "optforge_master"
+"""Attribute of a parameter that was cast to a lower precision: its fp32 values, until an optimizer takes them over."""
+
+
+def keep_master_(parameter: nn.Parameter, values: Tensor) -> None:
+    """Remembers the fp32 values that a parameter had before it was cast."""
+    setattr(parameter, MASTER, values)
+
+
+def master_of(parameter: nn.Parameter) -> Tensor | None:
+    """The fp32 values that a parameter had; None where it was never cast, or they were taken already."""
+    found: Tensor | None = getattr(parameter, MASTER, None)
+    return found
+
+
+def join_masters_(joined: nn.Parameter, parts: Sequence[nn.Parameter]) -> None:
+    """Keeps the fp32 values of parameters that were made one."""
+    import torch
+
+    masters = [master for part in parts if (master := master_of(part)) is not None]
+    if masters and len(masters) == len(parts):
+        keep_master_(joined, torch.cat(masters))
+
+
+def drop_masters_(module: nn.Module) -> None:
+    """Lets go of fp32 values that no optimizer will take: those of frozen weights."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad and master_of(parameter) is not None:
+            delattr(parameter, MASTER)
+
+
+def take_master(parameter: nn.Parameter) -> Tensor:
+    """The fp32 values of a parameter, on its device; from now on they are the taker's alone."""
+    found = master_of(parameter)
+    if found is None:
+        return parameter.detach().float()
+    delattr(parameter, MASTER)
+    return found.detach().to(parameter.device)

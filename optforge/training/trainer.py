@@ -17,7 +17,7 @@ from optforge.measure.size import nbytes
 from optforge.training import optimizers
 from optforge.training.loss import Objective
 from optforge.training.optimizers import Rates
-from optforge.training.settings import settings_of
+from optforge.training.settings import drop_masters_, settings_of
 from optforge.training.stream import Batch, Stream
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Trainer:
         """
         self._module = weakref.ref(module)
         self.objective, self.stream, self.options = objective, stream, options
+        drop_masters_(module)
         self.settings = settings_of(module)
         self.parameters = trained(module)
         if not self.parameters:

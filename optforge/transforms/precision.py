@@ -22,6 +22,7 @@ from optforge.errors import PlanError, Problem, SelectorError
 from optforge.measure.size import nbytes, weight_bytes
 from optforge.select import original_name, select
 from optforge.spec import Hardware, Scheme
+from optforge.training.settings import keep_master_, settings_of, settle_
 from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
 from optforge.transforms.mixed import Mixed, mix_
 
@@ -32,9 +33,18 @@ class Dtype(Enum):
     fp32 = "fp32"
 
 
+class Training(Enum):
+    plain = "plain"
+    autocast = "autocast"
+    masters = "masters"
+    stochastic = "stochastic"
+
+
 TORCH = {Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: torch.float32}
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that hold values. The 8-bit floats hold quantized storage and are never cast."""
+PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+"""Layers whose products autocast runs in a lower precision."""
 NORMS, ROTARY = "norms", "rotary"
 
 
@@ -44,23 +54,39 @@ class Precision:
 
     kind: ClassVar[str] = "precision"
     phase: ClassVar[Phase] = Phase.PRECISION
-    search: ClassVar[Search] = {}
+    search: ClassVar[Search] = {"bf16_*": None}
 
     dtype: Dtype = Dtype.bf16
     """bf16, fp16 or fp32."""
     keep_fp32: list[str] = field(default_factory=lambda: [NORMS, ROTARY])
     """What stays in fp32: `norms` (every normalization layer), `rotary` (buffers whose name ends in inv_freq), and
     selectors of modules, parameters or buffers."""
+    training: Training = Training.plain
+    """How weights of a lower precision are trained. plain: as they are, rounded to nearest after each update; masters: fp32 copies
+    belong to the optimizer; stochastic: updates are rounded at random; autocast: weights stay in fp32 and products run in dtype."""
 
     def check(self, ctx: Context) -> Iterator[Problem]:
-        """Any model can be cast; entries of `keep_fp32` are held against the model in `apply`."""
-        yield from ()
+        """Any model can be cast; entries of `keep_fp32` are held against the model in `apply`. What concerns training alone needs a
+        training, and fp16 is not trained: without scaled losses its gradients underflow."""
+        where, trains = f"step {ctx.step}", ctx.workload == "train"
+        if self.training is not Training.plain and not trains:
+            what = f"training: {self.training.name} says how weights are trained, and the workload is {ctx.workload}"
+            yield Problem(where=where, what=what, fix="type workload=train, or use precision/bf16")
+        if self.dtype is Dtype.fp16 and (trains or self.training is not Training.plain):
+            what = "fp16 cannot be trained here: its gradients underflow without a scaled loss"
+            yield Problem(
+                where=where, what=what, fix=f"type steps.{ctx.step}.use=precision/bf16_masters, or drop it with '~steps.{ctx.step}'"
+            )
 
     def lower(self, target: Hardware) -> Lowered | None:
-        """bf16 and fp16 stand in for each other, then fp32, where the target has units for one of them only."""
+        """bf16 and fp16 stand in for each other, then fp32, where the target has units for one of them only; for training fp32."""
         peaks = target.peak_flops
         if not peaks or self.dtype.name in peaks or self.dtype is Dtype.fp32:
             return None
+        if self.training is not Training.plain:
+            reason = f"{target.name} has no {self.dtype.name} matrix units, and fp16 is not trained"
+            fp32 = replace(self, dtype=Dtype.fp32, training=Training.plain)
+            return Lowered(requested=f"{self.dtype.name}_{self.training.name}", runs_as="fp32", transform=fp32, reason=reason)
         runs_as = next((d for d in (Dtype.bf16, Dtype.fp16) if d.name in peaks), Dtype.fp32)
         reason = f"{target.name} has no {self.dtype.name} matrix units"
         return Lowered(requested=self.dtype.name, runs_as=runs_as.name, transform=replace(self, dtype=runs_as), reason=reason)
@@ -72,6 +98,8 @@ class Precision:
             SelectorError: an entry of `keep_fp32` matches nothing.
             PlanError: an entry keeps a parameter without its module, or one name of a tied weight without the other.
         """
+        if self.training is Training.autocast:
+            return self._autocast(model)
         tensors = set() if self.dtype is Dtype.fp32 else set(self._kept(model, ctx.step))
         modules = _roots(model, tensors)
         _refuse_halves(model, tensors, modules, ctx.step)
@@ -82,6 +110,7 @@ class Precision:
             "tensors": sorted(tensors),
             "modules": modules,
             "cast_inputs": _takes_floats(ctx.example),
+            "training": self.training.name,
         }
         receipt.touched = _convert(model, receipt.decisions)
         receipt.bytes_before = sum(t.bytes_before for t in receipt.touched)
@@ -93,7 +122,26 @@ class Precision:
 
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """Casts the same tensors and wraps the same modules."""
-        _convert(model, receipt.decisions)
+        if receipt.decisions.get("training") == Training.autocast.name:
+            settle_(model, autocast=receipt.decisions["dtype"])
+        else:
+            _convert(model, receipt.decisions)
+
+    def _autocast(self, model: nn.Module) -> Receipt:
+        """Leaves the weights, and has products run in `dtype` wherever the model is trained."""
+        receipt = Receipt(total_bytes=weight_bytes(model))
+        if settings_of(model).autocast == self.dtype.name:
+            receipt.notes.append(f"products run in {self.dtype.name} already")
+            return receipt
+        settle_(model, autocast=self.dtype.name)
+        receipt.decisions = {"training": self.training.name, "dtype": self.dtype.name}
+        for path, module in model.named_modules():
+            if isinstance(module, PRODUCTS):
+                size = sum(nbytes(parameter) for parameter in module.parameters(recurse=False))
+                what = f"{self.dtype.name} products"
+                receipt.touched.append(Touched(name=original_name(path), what=what, bytes_before=size, bytes_after=size))
+        receipt.bytes_before = receipt.bytes_after = sum(touched.bytes_before for touched in receipt.touched)
+        return receipt
 
     def _kept(self, model: nn.Module, step: str) -> list[str]:
         """Names of the parameters and buffers that stay in fp32."""
@@ -111,6 +159,9 @@ class Precision:
 def _convert(model: nn.Module, decisions: dict[str, Any]) -> list[Touched]:
     """Casts every tensor but the kept ones, wraps the kept modules, and says what changed."""
     dtype, kept, wrapped = TORCH[Dtype[decisions["dtype"]]], set(decisions["tensors"]), set(decisions["modules"])
+    training = decisions.get("training", Training.plain.name)
+    if training in (Training.masters.name, Training.stochastic.name):
+        settle_(model, masters=training == Training.masters.name, stochastic=training == Training.stochastic.name)
     buffers: dict[int, Tensor] = {}
     touched = []
     for path, module in model.named_modules():
@@ -123,6 +174,8 @@ def _convert(model: nn.Module, decisions: dict[str, Any]) -> list[Touched]:
                 continue
             dtypes[key] = str(want).removeprefix("torch.")
             if key in module._parameters:
+                if training == Training.masters.name and isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32:
+                    keep_master_(tensor, tensor.data)
                 tensor.data = tensor.data.to(want)  # the same object, so that ties and other references to it hold
             else:
                 module._buffers[key] = buffers.setdefault(id(tensor), tensor.to(want))

@@ -8,12 +8,13 @@ loop. What steps of a recipe change (autocast, master weights, another optimizer
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from optforge.data.base import DataSource
+from optforge.distributed.world import share_of
 from optforge.errors import DataError, Problem
 from optforge.measure.size import nbytes
 from optforge.measure.work import compute_dtype, count_flops, read_bytes
@@ -113,7 +114,7 @@ class Train:
         elif loaded.family == "image_classifier":
             source = self._images(loaded, data, device, seed)
         else:
-            source = _example(loaded, device)
+            source = self._examples(loaded, device)
         options = Options(
             optimizer=self.optimizer.value,
             accumulate=self.accumulate,
@@ -121,9 +122,8 @@ class Train:
             warmup=self.warmup,
             rates=Rates(learning_rate=self.learning_rate, weight_decay=self.weight_decay, seed=seed),
         )
-        rows = source.rows if loaded.family != "module" else 1
-        held, learned = source.split(self.held_out * self.batch_size if device.type != "meta" and rows > 1 else 0)
-        batch = min(self.batch_size, rows) if loaded.family == "module" else self.batch_size
+        batch = 1 if loaded.family == "module" else self.batch_size  # its items are batches already
+        held, learned = source.split(self.held_out * batch if device.type != "meta" else 0)
         stream = Stream(len(learned), lambda picked: source.take([learned[index] for index in picked]), batch_size=batch, seed=seed)
         return TrainWork(
             stream=stream,
@@ -181,6 +181,23 @@ class Train:
             images, labels = (torch.cat([part[side] for part in parts]).to(device) for side in (0, 1))
         return _Source(rows=len(images), take=lambda picked: Batch(args=(images[_at(picked, images)],), labels=labels[_at(picked, labels)]))
 
+    def _examples(self, loaded: Loaded, device: torch.device) -> _Source:
+        """The batches of a module of no known kind; where it brings none, its one example again and again."""
+        from torch.utils._pytree import tree_leaves
+
+        assert loaded.example is not None, "check() refuses a module without an example"
+        found = [loaded.example]
+        if loaded.batches is not None and device.type != "meta":
+            found = loaded.batches(min(self.steps, DISTINCT) * self.accumulate + self.held_out)
+        batches = [_moved(example, device) for example in found]
+        sizes = [int(leaf.shape[0]) for leaf in tree_leaves(batches[0]) if getattr(leaf, "ndim", 0) > 0]
+
+        def take(picked: Sequence[int]) -> Batch:
+            args, kwargs = batches[picked[0]]
+            return Batch(args=args, kwargs=kwargs)
+
+        return _Source(rows=len(batches), take=take, each=sizes[0] if sizes else 1)
+
     def state_bytes(self, parameter: Tensor, settings: Settings) -> int:
         """Bytes that the optimizer keeps for one trained weight."""
         return state_bytes(parameter, self.optimizer.value, settings)
@@ -201,14 +218,6 @@ class _Source:
         return range(self.rows - held, self.rows), range(self.rows - held)
 
 
-def _example(loaded: Loaded, device: torch.device) -> _Source:
-    """The one example of a module of no known kind, again and again."""
-    assert loaded.example is not None, "check() refuses a module without an example"
-    args, kwargs = _moved(loaded.example, device)
-    tensors = [value for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) > 0]
-    return _Source(rows=1, take=lambda picked: Batch(args=args, kwargs=kwargs), each=int(tensors[0].shape[0]) if tensors else 1)
-
-
 @dataclass(kw_only=True)
 class TrainWork:
     """Data on the device, and per module a training of its own."""
@@ -224,12 +233,14 @@ class TrainWork:
     each: int
     """Tokens or images in one item."""
     device: torch.device
+    ranks: int = 1
+    """Batches that a step over several devices has at once. A module on one device makes the same step of them one after the other."""
     _trainers: WeakKeyDictionary[nn.Module, Trainer] = field(default_factory=WeakKeyDictionary, repr=False)
 
     @property
     def calls(self) -> int:
-        """Forward and backward passes in one step."""
-        return self.options.accumulate
+        """Forward and backward passes in one step, over all devices."""
+        return self.options.accumulate * self.ranks
 
     @property
     def units(self) -> int:
@@ -246,7 +257,10 @@ class TrainWork:
             seed: of the order of the data; None takes the run's.
         """
         if module not in self._trainers:
-            self._trainers[module] = Trainer(module, self.objective, self.stream.again(seed=seed), self.options)
+            share, stream = share_of(module), self.stream.again(seed=seed)
+            stream.rank, stream.ranks = share.batch, share.batches
+            options = replace(self.options, accumulate=self.calls // share.batches)
+            self._trainers[module] = Trainer(module, self.objective, stream, options)
         return self._trainers[module]
 
     def run(self, module: nn.Module) -> Tensor:
@@ -268,7 +282,7 @@ class TrainWork:
         import torch
 
         self.once(module)
-        norms = [torch.zeros((), device=self.device) if p.grad is None else p.grad.float().norm() for p in training.trained(module)]
+        norms = [torch.zeros((), device=self.device) if p.grad is None else _whole(p.grad.float().norm()) for p in training.trained(module)]
         for parameter in module.parameters():
             parameter.grad = None
         return torch.stack(norms)
@@ -308,8 +322,15 @@ class TrainWork:
         parameters, settings = training.trained(module), settings_of(module)
         weights = sum(nbytes(parameter) for parameter in parameters)
         states = sum(state_bytes(parameter, self.options.optimizer, settings) for parameter in parameters)
-        reads = 2 * self.calls * read_bytes(module, self.units // self.calls)
-        return reads + (2 * self.calls - 1) * weights + 3 * weights + 2 * states
+        calls = self.calls // share_of(module).batches
+        reads = 2 * calls * read_bytes(module, self.units // self.calls)
+        return reads + (2 * calls - 1) * weights + 3 * weights + 2 * states
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that several devices share."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def returns_loss(output: Any) -> bool:
@@ -325,8 +346,7 @@ def _at(picked: Sequence[int], like: Tensor) -> Tensor:
 
 def _moved(arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     import torch
+    from torch.utils._pytree import tree_map_only
 
-    def to(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return tuple(to(value) for value in arguments[0]), {key: to(value) for key, value in arguments[1].items()}
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+    return moved

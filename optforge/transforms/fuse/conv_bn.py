@@ -33,7 +33,10 @@ _CHECKS = ("aten._assert_tensor_metadata",)
 
 
 def apply(model: nn.Module, ignore: list[str], ctx: Context) -> Receipt:
-    """Folds every batch norm that can be folded, in place; see `Fuse.apply`."""
+    """Folds every batch norm that can be folded, in place; see `Fuse.apply`. A training is refused: its norms change with each batch."""
+    if ctx.workload == "train":
+        what = "a training uses each batch's own statistics, which cannot be folded into a weight"
+        raise PlanError(Problem(where=f"step {ctx.step}", what=what, fix=f"drop it with '~steps.{ctx.step}', or type workload=forward"))
     receipt = Receipt(total_bytes=weight_bytes(model), decisions={"folds": []})
     modules = {original_name(path): module for path, module in model.named_modules()}
     norms = [path for path, module in modules.items() if isinstance(module, BATCH_NORMS)]

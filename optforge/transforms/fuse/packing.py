@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from optforge.select import PARTS
 from optforge.spec import Json
+from optforge.training.settings import join_masters_
 from optforge.transforms.mixed import Mixed, mix_
 
 
@@ -122,8 +123,10 @@ def pack_(parent: nn.Module, name: str, parts: Sequence[str]) -> nn.Linear:
     packed = nn.Linear(columns, rows, bias=biases[0] is not None, device="meta", dtype=weights[0].dtype)
     trains = weights[0].requires_grad
     packed.weight = nn.Parameter(torch.cat([weight.detach() for weight in weights]), requires_grad=trains)
+    join_masters_(packed.weight, weights)
     if biases[0] is not None:
         packed.bias = nn.Parameter(torch.cat([linear.get_parameter("bias").detach() for linear in linears]), requires_grad=trains)
+        join_masters_(packed.bias, [linear.get_parameter("bias") for linear in linears])
     packed.train(parent.training)
     setattr(packed, PARTS, tuple(parts))
     pack = Pack(parent, name, len(parts))

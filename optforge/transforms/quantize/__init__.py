@@ -122,8 +122,10 @@ class Quantize:
     def check(self, ctx: Context) -> Iterator[Problem]:
         """Fields that contradict the scheme, and group sizes that no kernel takes."""
         where, name = f"step {ctx.step}", self.scheme.name
-        if ctx.workload == "train":
-            fix = f"drop it with '~steps.{ctx.step}', or plan workload=prefill"
+        if ctx.workload == "train" and "adapter" not in ctx.later:
+            fix = (
+                f"train adapters over them, steps.adapter={{use: adapter/lora}}, drop it with '~steps.{ctx.step}', or type workload=prefill"
+            )
             yield Problem(where=where, what=f"weights in {name} have no gradient and cannot be trained", fix=fix)
         int4 = self.scheme is SchemeName.int4_weight
         if self.group_size is not None and not int4:

@@ -32,8 +32,10 @@ class Rotate:
     """Values are rotated within each head as well, against the output projection of the attention."""
 
     def check(self, ctx: Context) -> Iterator[Problem]:
-        """Nothing that shows before the model does."""
-        yield from ()
+        """Rotations are for rounding: a training is refused, since they freeze what they fold into."""
+        if ctx.workload == "train":
+            what = "rotations make weights easier to round, and fold norms into weights that training would pull apart"
+            yield Problem(where=f"step {ctx.step}", what=what, fix=f"drop it with '~steps.{ctx.step}', or type workload=prefill")
 
     def lower(self, target: Hardware) -> Lowered | None:
         """The rotated model is an ordinary one: it runs wherever the model does."""
