@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.pytorch import LightningModule, Trainer
 
-TRAINS = "workload=train"
+SEQUENCE = 512
+"""Tokens that a plan here is made for: batches come from the user's loop, and no step depends on their length."""
 
 
 class OptForgeCallback(Callback):
@@ -72,7 +73,7 @@ class OptForgeCallback(Callback):
         problems = [*_overridden(run, _precision(trainer), "Trainer"), *_compiled(run, pl_module)]
         if problems:
             raise PlanError(*problems)
-        self.receipts = api.apply(part, self.recipe, hardware=self.hardware, example=example, overrides=[TRAINS, *self.overrides])
+        self.receipts = api.apply(part, self.recipe, hardware=self.hardware, example=example, overrides=_training(part, self.overrides))
         self.part = part
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +102,7 @@ def prepare(
     problems = list(_overridden(run, str(fabric._precision.precision), "Fabric"))
     if problems:
         raise PlanError(*problems)
-    return api.apply(model, recipe, hardware=hardware, example=example, overrides=[TRAINS, *overrides])
+    return api.apply(model, recipe, hardware=hardware, example=example, overrides=_training(model, overrides))
 
 
 class OwnOptimizer(torch.optim.Optimizer):
@@ -145,7 +146,13 @@ def optimizer(model: nn.Module, *, lr: float = 1e-4, weight_decay: float = 0.01,
 
 
 def _composed(part: nn.Module, recipe: str | Path, hardware: str, example: Any, overrides: Sequence[str]) -> Run:
-    return api.compose(part, recipe, hardware=hardware, example=example, overrides=[TRAINS, *overrides])
+    return api.compose(part, recipe, hardware=hardware, example=example, overrides=_training(part, overrides))
+
+
+def _training(part: nn.Module, overrides: Sequence[str]) -> list[str]:
+    """Overrides that make the plan one of a training, before the user's own."""
+    positions = getattr(getattr(part, "config", None), "max_position_embeddings", None)
+    return ["workload=train", f"workload.sequence={min(SEQUENCE, positions or SEQUENCE)}", *overrides]
 
 
 def _part(module: LightningModule, name: str | None) -> nn.Module:

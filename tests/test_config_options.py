@@ -98,14 +98,15 @@ def test_the_six_recipes_are_there() -> None:
 
 @pytest.mark.parametrize("model", paths.option_files("model"))
 def test_every_model_composes_with_the_data_and_workload_it_names(model: str, tmp_path: Path) -> None:
-    required = {"hf": ["model.path=./x"], "module": ["model.factory=a:b"]}.get(model, [])
+    required = {"hf": ["model.path=./x"], "module": ["model.factory=a:b"], "lightning": ["model.module=a:B"]}.get(model, [])
     run = config.compose(config.parse(["recipe=baseline", f"model={model}", *required], cwd=tmp_path), cwd=tmp_path)
     images = model in ("fashion_cnn", "efficientnet_lite0")
-    assert run.workload.name == ("forward" if images or model == "module" else "prefill")
+    assert run.workload.name == {"module": "forward", "lightning": "train"}.get(model, "forward" if images else "prefill")
     expected = {
         "fashion_cnn": "fashion_mnist",
         "efficientnet_lite0": "photos",
         "module": "inputs",
+        "lightning": "inputs",
         "hf": "wikipedia",
         "smollm2_135m": "wikipedia",
     }

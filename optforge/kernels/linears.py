@@ -8,12 +8,14 @@ beside it (see `kernels.quantized`). This file holds the linears and the call th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optforge.kernels.blocks import block_product
 from optforge.kernels.convolutions import QuantizedConv2d, quantized_class
+from optforge.kernels.dispatch import decomposing
 from optforge.kernels.embeddings import QuantizedEmbedding, share_
 from optforge.kernels.formats import OCP, Fp8Format
 from optforge.kernels.fp8_dynamic import fp8_dynamic
@@ -34,7 +36,9 @@ class QuantizedLinear(Quantized, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] to [..., N], in input's dtype."""
         rows = input.reshape(-1, self.in_features)
-        return self._product(rows).reshape(*input.shape[:-1], self.out_features)
+        differentiates = torch.is_grad_enabled() and rows.requires_grad and not decomposing()
+        product: Tensor = _Frozen.apply(rows, self) if differentiates else self._product(rows)  # type: ignore[no-untyped-call]  # PyTorch's
+        return product.reshape(*input.shape[:-1], self.out_features)
 
     def _product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -52,6 +56,21 @@ class QuantizedLinear(Quantized, nn.Linear):
     @property
     def columns(self) -> int:
         return self.in_features
+
+
+class _Frozen(torch.autograd.Function):
+    """A product with a quantized weight, whose kernels have no gradient: that of the input is the incoming one times the dequantized
+    weight, made anew in the backward pass and not kept (Dettmers and others, QLoRA, 2023, section 3). The weight has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: QuantizedLinear) -> Tensor:
+        ctx.module = module
+        return module._product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return grad @ ctx.module.dequantize().to(grad.dtype), None
 
 
 TRIED = {"int8": 127.0, "fp8": 240.0}

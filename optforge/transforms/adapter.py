@@ -2,8 +2,7 @@
 
 A linear's weight W [N, K] is frozen; beside it lie two factors whose product, of rank r, is added to what it computes:
 y = W x + (alpha / r) up (down x) (Hu and others, LoRA, 2021, section 4.1). Frozen weights have no gradients and no optimizer states,
-and may be stored in a few bits (Dettmers and others, QLoRA, 2023, section 3): the gradient of their input is taken with the
-dequantized weight, which is made anew in the backward pass and not kept.
+and may be stored in a few bits (Dettmers and others, QLoRA, 2023, section 3; `kernels.linears` says what their gradient is).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -113,31 +112,9 @@ class _Lora(Mixed):
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] to [..., N], in input's dtype."""
-        base: Tensor = _product(self, super().forward, input)  # type: ignore[misc]  # the class it is mixed into has it
+        base: Tensor = super().forward(input)  # type: ignore[misc]  # the class it is mixed into has it
         down, up = (self._parameters[name].to(base.dtype) for name in (DOWN, UP))  # type: ignore[attr-defined]  # as above
         return base + F.linear(F.linear(input.to(base.dtype), down), up) * self._optforge_scale
-
-
-def _product(module: Any, forward: Any, input: Tensor) -> Tensor:
-    """What the frozen weight makes of `input`; the kernels of quantized weights have no gradient of their own."""
-    quantized = isinstance(module, QuantizedLinear)
-    found: Tensor = _Frozen.apply(input, module, forward) if quantized and torch.is_grad_enabled() else forward(input)  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-    return found
-
-
-class _Frozen(torch.autograd.Function):
-    """A product with a quantized weight whose input alone has a gradient: the incoming one times the dequantized weight."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, module: QuantizedLinear, forward: Any) -> Tensor:
-        ctx.module = module
-        found: Tensor = forward(input)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        return grad @ ctx.module.dequantize().to(grad.dtype), None, None
 
 
 def _attach(module: nn.Linear, rank: int, alpha: float, draw: torch.Generator) -> None:

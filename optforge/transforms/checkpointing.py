@@ -136,14 +136,18 @@ def _traced(args: Any) -> bool:
     return any(isinstance(each, torch.Tensor) and each.is_meta for each in args)
 
 
+def _modes() -> list[Any]:
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+
+
 def _watched() -> tuple[Any, Any]:
     """Contexts of the two passes on meta: what watches the first is put back for the second, since autograd takes it off."""
-    modes = list(_get_current_function_mode_stack())
+    modes = _modes()
 
     @contextmanager
     def again() -> Iterator[None]:
         with ExitStack() as stack:
-            for mode in modes if not _get_current_function_mode_stack() else ():
+            for mode in modes if not _modes() else []:
                 stack.enter_context(mode)
             yield
 
