@@ -69,13 +69,14 @@ class LossQuality:
         assert self.baseline is not None and self.other is not None, "prepare() comes first"
         found, expected, other = figure(own), figure(self.baseline), figure(self.other)
         band = abs(expected - other)
+        allowed = self.limits[OWN_LIMIT] * abs(expected) if OWN_LIMIT in self.limits else max(BANDS * band, FLOOR * abs(expected))
         result = TrainingResult(
             own=own,
             baseline=self.baseline,
             other_seed=self.other,
             difference=found - expected,
             band=band,
-            limit=max(BANDS * band, FLOOR * abs(expected)),
+            limit=allowed,
         )
         quality = QualityResult(
             cross_entropy=found,

@@ -24,9 +24,9 @@ FUSED = ("cpu", "cuda")
 """Devices whose optimizers PyTorch has as one kernel."""
 CHUNK_ELEMENTS = 64 << 20
 """Weights whose fp32 copies exist at once: 256 MiB of each."""
-QUANTIZED_FROM, BLOCK = 4096, 256
+QUANTIZED_FROM, BLOCK, TABLE_BYTES = 4096, 256, 1024
 """Of torchao's 8-bit states (Dettmers and others, 8-bit optimizers via block-wise quantization, 2021, section 2): tensors of
-this size and more, one fp32 scale for each block."""
+this size and more, one fp32 scale for each block, and for each tensor the 256 fp32 values that its codes stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def state_bytes(parameter: Tensor, name: str, settings: Settings) -> int:
     if name == SGD:
         return masters
     if name == ADAMW_8BIT and count >= QUANTIZED_FROM and count % BLOCK == 0:
-        return masters + 2 * (count + 4 * count // BLOCK)
+        return masters + 2 * (count + 4 * count // BLOCK + TABLE_BYTES)
     each = 4 if low and settings.masters else size
     return masters + 2 * each * count
 
