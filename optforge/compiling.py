@@ -8,10 +8,11 @@ on its own index), have used those up, the rest runs uncompiled. Here the progra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from optforge import single_row
 from optforge.backends.base import CompileOptions
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Family:
     def __init__(self) -> None:
         self._programs: dict[type, Callable[..., Any]] = {}
 
-    def program(self, kind: type[nn.Module], options: CompileOptions) -> Callable[..., Any]:
+    def program(self, kind: type[nn.Module], options: CompileOptions, more: Mapping[str, Any]) -> Callable[..., Any]:
         """The compiled `call(module, *args, **kwargs)` for modules of one class, compiled with the family's first options."""
         import torch
 
@@ -38,7 +39,7 @@ class Family:
             code, defaults, cells = call.__code__.replace(), call.__defaults__, call.__closure__
             copied = FunctionType(code, call.__globals__, call.__name__, defaults, cells)
             copied.__kwdefaults__ = call.__kwdefaults__
-            self._programs[kind] = torch.compile(copied, **_arguments(options))
+            self._programs[kind] = torch.compile(copied, **_arguments(options, more))
         return self._programs[kind]
 
 
@@ -52,7 +53,8 @@ class _Compiled:
     def __init__(self, module: nn.Module, options: CompileOptions) -> None:
         family = options.family if options.family is not None else Family()
         self.module, self.options = module, options
-        self.program = family.program(type(module), options)
+        self.more = single_row.inductor_options(module)
+        self.program = family.program(type(module), options, self.more)
         self.runs_hooks = _skipped(type(module))
         self.hooked: Callable[..., Any] | None = None
 
@@ -62,7 +64,7 @@ class _Compiled:
         if self.hooked is None:
             import torch
 
-            self.hooked = torch.compile(self.module._call_impl, **_arguments(self.options))
+            self.hooked = torch.compile(self.module._call_impl, **_arguments(self.options, self.more))
         return self.hooked(*args, **kwargs)
 
 
@@ -72,21 +74,28 @@ def compile_(module: nn.Module, options: CompileOptions) -> None:
     module._compiled_call_impl = _Compiled(module, options)
 
 
+def compiled_with(module: nn.Module) -> CompileOptions | None:
+    """How `compile_` compiled this module; None where it is not compiled, or hooks run around its forward."""
+    found = module._compiled_call_impl
+    return found.options if isinstance(found, _Compiled) and not _hooked(module) else None
+
+
 def lift_(module: nn.Module) -> None:
     """Takes the compile of `module` away; its children keep theirs."""
     module._compiled_call_impl = None
 
 
-def _arguments(options: CompileOptions) -> dict[str, Any]:
-    """Arguments of `torch.compile`. It takes a mode or options, so a mode beside options is spelled out as options."""
+def _arguments(options: CompileOptions, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `torch.compile`, `more` beside the options. It takes a mode or options, so a mode beside options is spelled out
+    as options."""
     chosen: dict[str, Any] = {"backend": options.engine, "fullgraph": options.fullgraph, "dynamic": options.dynamic}
     if options.engine != "inductor":
         return chosen
-    if not options.options:
+    if not options.options and not more:
         return {**chosen, "mode": options.mode}
     from torch._inductor import list_mode_options
 
-    return {**chosen, "options": {**list_mode_options(options.mode, options.dynamic), **options.options}}
+    return {**chosen, "options": {**list_mode_options(options.mode, options.dynamic), **more, **options.options}}
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from optforge.workloads.greedy import Greedy
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
@@ -78,6 +80,8 @@ class _State:
     """The token that the prompt itself chose, int64, shape [batch, 1]."""
     widths: tuple[int, ...]
     """`_widths` of the module that the cache was made for."""
+    loop: Greedy | None = None
+    """Of a fused and compiled module, the program of a whole step."""
 
 
 @dataclass(kw_only=True)
@@ -143,12 +147,28 @@ class DecodeWork:
             self.ready(module)
         state = self._states[module]
         with torch.no_grad():
+            if (loop := self._loop(module, state)) is not None:
+                return loop.run()
             torch._foreach_copy_(state.lengths, state.starts)
             token, chosen = state.first, []
             for _ in range(self.new_tokens):
                 token = _next(module, token, state.cache)
                 chosen.append(token)
             return torch.cat(chosen, dim=1)
+
+    def _loop(self, module: nn.Module, state: _State) -> Greedy | None:
+        """The loop of a module that a step fused and that is compiled as a whole; None for every other, which is called as it is."""
+        from optforge import single_row
+        from optforge.compiling import compiled_with
+        from optforge.workloads.greedy import Greedy
+
+        if not single_row.marked(module) or compiled_with(module) is None:
+            state.loop = None
+        elif state.loop is None or not state.loop.serves(module):
+            state.loop = None  # first, so that its memory is free
+            told = {"first": state.first, "lengths": state.lengths, "starts": state.starts}
+            state.loop = Greedy(module, state.cache, **told, new_tokens=self.new_tokens)  # type: ignore[arg-type]  # of each its own type
+        return state.loop
 
     def once(self, module: nn.Module) -> Tensor:
         """One step, int64, shape [batch, 1]. The cache is static, so that every step does the same work."""

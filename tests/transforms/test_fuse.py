@@ -18,7 +18,7 @@ from optforge.errors import PlanError, SelectorError, StepError
 from optforge.select import PARTS, repeated_blocks
 from optforge.share import alias, on_meta
 from optforge.transforms.base import Receipt
-from optforge.transforms.fuse import Fuse, Pattern
+from optforge.transforms.fuse import Attention, Fuse, Pattern
 from optforge.transforms.fuse.packing import joined_name
 
 CONV_BN = Fuse(pattern=Pattern.conv_bn)
@@ -105,7 +105,7 @@ def test_families_of_models_are_packed_by_structure(family: str, attention: int,
 def test_a_model_that_is_packed_already_is_an_error_that_says_so(family: str, why: str) -> None:
     model = from_transformers(family)
     with pytest.raises(PlanError, match=why):
-        fuse(model)
+        fuse(model, attention=Attention.keep)
 
 
 def test_the_plan_on_meta_decides_what_the_run_does() -> None:

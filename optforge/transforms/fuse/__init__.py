@@ -29,6 +29,11 @@ class Attention(Enum):
     keep = "keep"
 
 
+class Products(Enum):
+    auto = "auto"
+    keep = "keep"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fuse:
     """What is joined, and what is left apart."""
@@ -41,8 +46,11 @@ class Fuse:
     """decoder: linears of one module that read the same input, inside repeated layers, become one product (q/k/v,
     gate/up); conv_bn: a batch norm that alone reads a convolution is folded into its weights."""
     attention: Attention = Attention.auto
-    """decoder. auto: on a CPU, causal attention without a cache runs as grouped products, which PyTorch's own kernel is
+    """decoder. auto: on a CPU, causal attention of a model of transformers runs over grouped heads, which PyTorch's own kernel is
     slower than there; keep: it stays as it is. Other devices keep theirs either way."""
+    products: Products = Products.auto
+    """decoder. auto: compiled, products of one row (decode at batch 1) become loops of the program itself, and a decode step one
+    program, on a GPU one captured graph; keep: they call the library as they did."""
     ignore: list[str] = field(default_factory=list)
     """Selectors of modules that stay apart: linears for decoder, convolutions or batch norms for conv_bn."""
 
@@ -64,7 +72,8 @@ class Fuse:
         if self.pattern is Pattern.decoder:
             from optforge.transforms.fuse import decoder
 
-            return decoder.apply(model, self.ignore, ctx, regroup=self.attention is Attention.auto)
+            regroup, loops = self.attention is Attention.auto, self.products is Products.auto
+            return decoder.apply(model, self.ignore, ctx, regroup=regroup, loops=loops)
         from optforge.transforms.fuse import conv_bn
 
         return conv_bn.apply(model, self.ignore, ctx)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from optforge.errors import StepError
@@ -29,8 +30,6 @@ def suits(model: nn.Module, ctx: Context) -> str | None:
     """Why the model keeps its attention, or None where the grouped form takes over."""
     if ctx.device.backend != "cpu":
         return f"attention stays SDPA: its kernels are the faster ones on {ctx.device.name}"
-    if ctx.uses_cache:
-        return "attention stays SDPA: a static cache brings a mask of its own"
     found = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return None if found == _SDPA else "attention stays as it is: the model is none of transformers' with SDPA"
 
@@ -74,6 +73,8 @@ def _forward(
     """transformers' attention interface: heads first in, [B, T, H, D] out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if _one_row(query, key, attention_mask, options):
+        return one_row_attention(query, key, value, attention_mask, options.get("scaling") or query.shape[-1] ** -0.5), None
     plain = (
         dispatch.on_cpu(query)
         and attention_mask is None
@@ -90,6 +91,31 @@ def _forward(
     if _differences is not None:
         _differences.append(_difference(grouped, sdpa_attention_forward(module, query, key, value, None, **options)[0]))
     return grouped, None
+
+
+def _one_row(query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether this is one query over a cache, in a program that is compiled for a CPU."""
+    if not torch.compiler.is_compiling() or dispatch.decomposing() or not dispatch.on_cpu(query) or query.shape[2] != 1:
+        return False
+    return not options.get("dropout") and not options.get("softcap") and (mask is None or mask.shape[1] == 1)
+
+
+def one_row_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of one query over a cache, as sums that a compiler makes loops of.
+
+    query [B, H, 1, D], key and value [B, G, L, D] with H a multiple of G; mask None or [B or 1, 1, 1, L], bool (true: seen) or
+    added to the scores; out [B, 1, H, D] in query's dtype. Scores, softmax and sums are fp32, so that nothing is rounded on the
+    way. Uncompiled it would write out every product: call it in a compiled program only.
+    """
+    batch, heads, _, width = query.shape
+    groups, length = key.shape[1], key.shape[2]
+    query = (query.float() * scale).view(batch, groups, heads // groups, 1, width)
+    scores = (query * key.float()[:, :, None]).sum(-1)
+    if mask is not None:
+        seen = mask.view(-1, 1, 1, length)
+        scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype is torch.bool else scores + seen
+    mixed = (scores.softmax(-1)[..., None] * value.float()[:, :, None]).sum(-2)
+    return mixed.view(batch, 1, heads, -1).to(value.dtype)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optforge import single_row
 from optforge.errors import PlanError, Problem
+from optforge.kernels.kv_cache import attention_modules
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, repeated_blocks, select
 from optforge.spec import Json
 from optforge.transforms.base import Context, Receipt, Touched
-from optforge.transforms.fuse import attention, packing
+from optforge.transforms.fuse import attention, packing, steps
 from optforge.transforms.fuse.flow import example_of, hold_equal, outputs
 from optforge.transforms.fuse.packing import PackedPart, joined_name, pack_
 
@@ -48,8 +50,9 @@ class _Call:
     inside: bool
 
 
-def apply(model: nn.Module, ignore: list[str], ctx: Context, *, regroup: bool) -> Receipt:
-    """Packs every group in place, and with `regroup` lets attention run as grouped products; see `Fuse.apply`."""
+def apply(model: nn.Module, ignore: list[str], ctx: Context, *, regroup: bool, loops: bool) -> Receipt:
+    """Packs every group in place; with `regroup` attention runs over grouped heads, with `loops` products of one row as loops of
+    the compiled program; see `Fuse.apply`."""
     receipt = Receipt(total_bytes=weight_bytes(model), decisions={"packs": []})
     sites = _sites(model)
     if ignore:
@@ -66,13 +69,25 @@ def apply(model: nn.Module, ignore: list[str], ctx: Context, *, regroup: bool) -
             receipt.skipped[group[0].path] = "no other linear of its module reads the same input"
         else:
             _pack(group, receipt)
-    if not receipt.touched:
+    reason = _packed_before(model) or (attention.suits(model, ctx) if regroup else "attention is kept")
+    if not receipt.touched and reason is not None:
         raise PlanError(_nothing(model, sites, receipt, ctx))
     if not model.training and not ctx.planning:  # dropout would differ from one pass to the next; the plan traces the result
         hold_equal(before, outputs(model, example, ctx), ctx)
     if regroup:
         _regroup(model, receipt, ctx, example)
+    if loops:
+        if steps_suit(model, ctx):
+            steps.fuse_(model, receipt, ctx, example)
+        receipt.notes.append("compiled, products of one row run as loops of the program itself")
+        receipt.decisions["loops"] = True
+        _mark(model)
     return receipt
+
+
+def steps_suit(model: nn.Module, ctx: Context) -> bool:
+    """Whether layers may get steps of their own: of a model of transformers that nothing shards afterwards."""
+    return "shard" not in ctx.later and hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
@@ -80,6 +95,20 @@ def replay(model: nn.Module, decisions: dict[str, Json]) -> None:
     packing.replay(model, decisions)
     if decisions.get("attention") == attention.NAME:
         attention.use_(model)
+    steps.replay(model, decisions.get("steps", []))
+    if decisions.get("loops"):
+        _mark(model)
+
+
+def _mark(model: nn.Module) -> None:
+    kernels = steps.taken(model)
+    for module in (model, *repeated_blocks(model).values()):
+        single_row.mark_(module, kernels=kernels)
+
+
+def _packed_before(model: nn.Module) -> str | None:
+    """Why a second step of this kind has nothing to do; None for the first."""
+    return "the model is fused already" if single_row.marked(model) else None
 
 
 def _regroup(model: nn.Module, receipt: Receipt, ctx: Context, example: Any) -> None:
@@ -93,7 +122,8 @@ def _regroup(model: nn.Module, receipt: Receipt, ctx: Context, example: Any) -> 
         attention.verify(lambda: outputs(model, example, ctx), ctx.step)
     receipt.decisions["attention"] = attention.NAME
     receipt.kernels["optforge::grouped_attention"] = len(repeated_blocks(model))
-    receipt.notes.append("causal attention runs as grouped products")
+    receipt.touched += [Touched(name=name, what="attention over grouped heads") for name, _ in attention_modules(model)]
+    receipt.notes.append("causal attention runs as grouped products, and of one query over a cache as loops of the compiled program")
 
 
 def _sites(model: nn.Module) -> list[_Site]:
