@@ -29,6 +29,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("quantize", "heal"): "weights that are already quantized have no gradient",
     ("shard", "heal"): "sharded weights cannot be healed: shard must be the last weight transform",
     ("shard", "prune"): "sharded weights cannot be pruned: shard must be the last weight transform",
+    ("shard", "fp8_training"): "the products of sharded weights cannot be replaced: shard must be the last weight transform",
+    ("shard", "adapter"): "sharded weights cannot get adapters: shard must be the last weight transform",
+    ("quantize", "fp8_training"): "weights that are already quantized have no gradient",
     ("shard", "shard"): "one step decides the whole mesh: write its degrees together, as in use: shard/mesh",
     ("shard", "fuse"): "sharded weights cannot be fused: shard must be the last weight transform",
 }

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ADAMW, SGD, ADAMW_8BIT = "adamw", "sgd", "adamw_8bit"
 FUSED = ("cpu", "cuda")
 """Devices whose optimizers PyTorch has as one kernel."""
-CHUNK_ELEMENTS = 64 << 20
-"""Weights whose fp32 copies exist at once: 256 MiB of each."""
+PIECE = 16 << 20
+"""Most elements of a weight that are updated at once: their fp32 copies take 64 MiB each."""
 QUANTIZED_FROM, BLOCK, TABLE_BYTES = 4096, 256, 1024
 """Of torchao's 8-bit states (Dettmers and others, 8-bit optimizers via block-wise quantization, 2021, section 2): tensors of
 this size and more, one fp32 scale for each block, and for each tensor the 256 fp32 values that its codes stand for."""
@@ -64,10 +64,18 @@ def state_bytes(parameter: Tensor, name: str, settings: Settings) -> int:
     masters = 4 * count if low and settings.masters else 0
     if name == SGD:
         return masters
-    if name == ADAMW_8BIT and count >= QUANTIZED_FROM and count % BLOCK == 0:
-        return masters + 2 * (count + 4 * count // BLOCK + TABLE_BYTES)
     each = 4 if low and settings.masters else size
+    if name == ADAMW_8BIT:
+        pieces = [end - start for start, end in _spans(count)] if low else [count]
+        return masters + sum(_eight_bit_bytes(piece, each) for piece in pieces)
     return masters + 2 * each * count
+
+
+def _eight_bit_bytes(count: int, element_bytes: int) -> int:
+    """Of both states of so many elements; small and uneven ones stay in the dtype of the weights."""
+    if count < QUANTIZED_FROM or count % BLOCK:
+        return 2 * element_bytes * count
+    return 2 * (count + 4 * count // BLOCK + TABLE_BYTES)
 
 
 def set_rate(optimizer: torch.optim.Optimizer | Chunked, rate: float) -> None:
@@ -154,9 +162,11 @@ class Chunked:
         trained = list(parameters)
         low = [parameter for parameter in trained if parameter.element_size() == 2]
         full = [parameter for parameter in trained if parameter.element_size() != 2]
-        self.stochastic = stochastic
-        self.chunks = list(_chunks(low, CHUNK_ELEMENTS))
-        self.held: list[list[Tensor]] = [[take_master(parameter) for parameter in chunk] for chunk in self.chunks]
+        self.stochastic, self.low = stochastic, low
+        pieces = [piece for parameter in low for piece in _pieces(parameter)]
+        self.chunks = list(_chunks(pieces, PIECE))
+        masters = {id(parameter): _flat(take_master(parameter)) for parameter in low}
+        self.held: list[list[Tensor]] = [[self._held(masters[id(one.parameter)], one) for one in chunk] for chunk in self.chunks]
         """The masters; with `stochastic` they have no content between two updates."""
         self.inner = [make(held) for held in self.held]
         self.full = full
@@ -171,7 +181,7 @@ class Chunked:
         yield from () if self.stochastic else (master for held in self.held for master in held)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in (*(each for chunk in self.chunks for each in chunk), *self.full):
+        for parameter in (*self.low, *self.full):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -181,11 +191,12 @@ class Chunked:
         import torch
 
         with torch.no_grad():
-            for chunk, held, inner in zip(self.chunks, self.held, self.inner, strict=False):
+            for chunk, held, inner in zip(self.chunks, self.held, self.inner, strict=False):  # the last may be that of fp32 weights
                 if self.stochastic:
                     self._raised(chunk, held, inner)
-                for parameter, master in zip(chunk, held, strict=True):
-                    master.grad = None if parameter.grad is None else parameter.grad.float()
+                for piece, master in zip(chunk, held, strict=True):
+                    gradient = piece.gradient()
+                    master.grad = None if gradient is None else gradient.float()
                 inner.step()
                 for master in held:
                     master.grad = None
@@ -216,20 +227,25 @@ class Chunked:
                 for master in held:  # PyTorch gives loaded states the dtype of their weight
                     _round_states(inner.state.get(master, {}), lambda value: value.bfloat16())
 
-    def _raised(self, chunk: Sequence[Tensor], held: Sequence[Tensor], inner: torch.optim.Optimizer) -> None:
+    def _held(self, master: Tensor, piece: _Piece) -> Tensor:
+        """A piece's fp32 weights, of its own where nothing of them is kept."""
+        part = master[piece.start : piece.end] if piece.sliced else master
+        return part.clone() if self.stochastic else part
+
+    def _raised(self, chunk: Sequence[_Piece], held: Sequence[Tensor], inner: torch.optim.Optimizer) -> None:
         """Weights and states of a chunk as fp32."""
-        for parameter, master in zip(chunk, held, strict=True):
+        for piece, master in zip(chunk, held, strict=True):
             master.untyped_storage().resize_(4 * master.numel())
-            master.copy_(parameter)
+            master.copy_(piece.weight())
             _round_states(inner.state.get(master, {}), lambda value: value.float())
 
-    def _lowered(self, chunk: Sequence[Tensor], held: Sequence[Tensor], inner: torch.optim.Optimizer) -> None:
+    def _lowered(self, chunk: Sequence[_Piece], held: Sequence[Tensor], inner: torch.optim.Optimizer) -> None:
         """The updated weights rounded into the model's; with `stochastic` the states too, and the fp32 ones let go."""
-        for parameter, master in zip(chunk, held, strict=True):
+        for piece, master in zip(chunk, held, strict=True):
             if not self.stochastic:
-                parameter.copy_(master)
+                piece.weight().copy_(master)
                 continue
-            parameter.copy_(stochastic_bf16(master, self.draw))
+            piece.weight().copy_(stochastic_bf16(master, self.draw))
             _round_states(inner.state.get(master, {}), lambda value: stochastic_bf16(value, self.draw))
             master.untyped_storage().resize_(0)
 
@@ -261,16 +277,60 @@ def stochastic_bf16(value: Tensor, draw: torch.Generator | None = None) -> Tenso
     return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
 
 
-def _chunks(parameters: Sequence[nn.Parameter], elements: int) -> Iterator[list[nn.Parameter]]:
-    """The weights in their order, cut where a chunk has `elements` of them."""
-    chunk: list[nn.Parameter] = []
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of a weight's elements, or the whole of one whose elements do not lie in a row. Of a sharded weight this rank's part."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+    sliced: bool
+
+    def weight(self) -> Tensor:
+        return self._of(self.parameter.detach())
+
+    def gradient(self) -> Tensor | None:
+        return None if self.parameter.grad is None else self._of(self.parameter.grad)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        local = _local(tensor)
+        return local.reshape(-1)[self.start : self.end] if self.sliced else local
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def _flat(master: Tensor) -> Tensor:
+    local = _local(master)
+    return local.reshape(-1) if local.is_contiguous() else local
+
+
+def _spans(count: int) -> Iterator[tuple[int, int]]:
+    yield from ((start, min(start + PIECE, count)) for start in range(0, count, PIECE))
+
+
+def _pieces(parameter: nn.Parameter) -> Iterator[_Piece]:
+    local = _local(parameter.detach())
+    if not local.is_contiguous():
+        yield _Piece(parameter, 0, local.numel(), sliced=False)
+        return
+    yield from (_Piece(parameter, start, end, sliced=True) for start, end in _spans(local.numel()))
+
+
+def _chunks(pieces: Sequence[_Piece], elements: int) -> Iterator[list[_Piece]]:
+    """The pieces in their order, cut where a chunk has `elements` elements."""
+    chunk: list[_Piece] = []
     count = 0
-    for parameter in parameters:
-        if chunk and count + parameter.numel() > elements:
+    for piece in pieces:
+        size = piece.end - piece.start
+        if chunk and count + size > elements:
             yield chunk
             chunk, count = [], 0
-        chunk.append(parameter)
-        count += parameter.numel()
+        chunk.append(piece)
+        count += size
     if chunk:
         yield chunk
 

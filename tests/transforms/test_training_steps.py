@@ -68,10 +68,27 @@ def test_masters_are_the_weights_as_loaded_and_a_step_is_that_of_a_loop_by_hand(
         trained.run(loaded.module)
     found = [master for chunk in trained.trainer(loaded.module).optimizer.held for master in chunk]
     for ours, theirs in zip(found, masters, strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, theirs.detach().flatten(), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(loaded.module.parameters(), low.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
     assert master_of(weight) is None, "the optimizer has them now"
+
+
+@pytest.mark.parametrize("settings", [Settings(masters=True), Settings(stochastic=True)])
+def test_large_weights_are_updated_in_pieces(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each element has one update of its own, so that cutting a weight changes nothing but what lies in fp32 at once."""
+
+    def trained(piece: int, weight: Tensor) -> Tensor:
+        monkeypatch.setattr(optimizers, "PIECE", piece)
+        parameter = nn.Parameter(weight.clone())
+        optimizer = optimizers.make([parameter], "adamw", settings, optimizers.Rates(learning_rate=0.5, weight_decay=0.0))
+        for _ in range(3):
+            parameter.grad = torch.sign(weight)
+            optimizer.step()
+        return parameter.detach()
+
+    for weight in (torch.randn(7, 9).bfloat16(), torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last)):
+        torch.testing.assert_close(trained(16, weight), trained(1 << 20, weight), rtol=2**-6, atol=2**-6)
 
 
 def test_packing_keeps_the_masters_of_its_parts() -> None:

@@ -18,6 +18,7 @@ from optforge.data.tokens import RandomTokens
 from optforge.errors import DataError
 from optforge.models.base import Loaded
 from optforge.training.settings import Settings
+from optforge.training.stream import Batch, Stream
 from optforge.workloads.base import Work, Workload
 from optforge.workloads.train import Optimizer, Train, TrainWork
 
@@ -116,6 +117,22 @@ def test_a_training_goes_on_from_a_stored_state_as_if_it_had_not_stopped() -> No
     stored["stream"]["items"] += 1
     with pytest.raises(ValueError, match="items of data"):
         trainer.load_state_dict(stored)
+
+
+def test_b112_each_rank_takes_its_part_of_the_same_global_batches_and_another_global_batch_is_refused() -> None:
+    """B112: the place in the data is that of global batches; a resume that would read others says both numbers."""
+
+    def stream(size: int, rank: int, ranks: int) -> Stream:
+        return Stream(10, lambda picked: Batch(args=tuple(picked)), batch_size=size, seed=3, rank=rank, ranks=ranks)
+
+    whole, parts = stream(4, 0, 1), [stream(2, rank, 2) for rank in range(2)]
+    for _ in range(6):  # beyond the first pass over ten items
+        assert whole.next().args == parts[0].next().args + parts[1].next().args
+    alone = stream(4, 0, 1)
+    alone.load_state_dict(parts[1].state_dict())
+    assert alone.next().args == whole.next().args
+    with pytest.raises(ValueError, match="had 4 items in a global batch, this one has 6"):
+        stream(2, 0, 3).load_state_dict(whole.state_dict())
 
 
 def test_once_leaves_weights_and_modes_as_they_were() -> None:
