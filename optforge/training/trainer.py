@@ -6,6 +6,7 @@ weights and states alone.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -119,6 +120,9 @@ def backward(module: nn.Module, objective: Objective, batch: Batch, share: float
     """Forward and backward pass of one batch; `share` of its loss, without a gradient."""
     import torch
 
+    if any(parameter.is_cuda for parameter in itertools.islice(module.parameters(), 1)):
+        # blocks that are compiled one by one would each be taken for a new pass, and overwrite what the one before has returned
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch ships it untyped
     with torch.enable_grad():
         with _cast(module):
             loss = objective(module, batch) * share

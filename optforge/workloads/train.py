@@ -25,7 +25,7 @@ from optforge.training.optimizers import Rates, state_bytes
 from optforge.training.settings import Settings, settings_of
 from optforge.training.stream import Batch, Stream
 from optforge.training.trainer import Options, Trainer
-from optforge.workloads.base import begin_pass, example_ids, not_positive, token_ids, too_long
+from optforge.workloads.base import example_ids, not_positive, token_ids, too_long
 
 if TYPE_CHECKING:
     import torch
@@ -265,7 +265,6 @@ class TrainWork:
 
     def run(self, module: nn.Module) -> Tensor:
         """The next step of the module's training, in place; the mean loss of its batches, without a gradient, shape []."""
-        begin_pass(self.device)
         return self.trainer(module).step()
 
     def once(self, module: nn.Module) -> Tensor:
@@ -273,7 +272,6 @@ class TrainWork:
         for parameter in module.parameters():
             parameter.grad = None
         with training.training(module):
-            begin_pass(self.device)
             return training.backward(module, self.objective, self.first, 1 / self.calls)
 
     def probe(self, module: nn.Module) -> Tensor:

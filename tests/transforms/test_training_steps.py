@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from toys import GPU, context, tiny_cnn, tiny_lm, token_ids
 
 from optforge import config
+from optforge.backends.base import CompileOptions
 from optforge.backends.cpu import CpuBackend
+from optforge.compiling import Family, compile_
 from optforge.config.steps import step
 from optforge.data.tokens import RandomTokens
 from optforge.errors import PlanError
@@ -320,6 +322,39 @@ def test_fp8_products_learn_as_plain_ones_and_are_planned_away_where_there_are_n
         assert lowered.runs_as == "none" and "dtype of the weights" in lowered.reason
     small = apply(llamas.module(), "fp8_training/tensor", replace(training(), target=GPU))
     assert small.touched == [] and "fewer than smallest" in small.skipped["lm_head"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["block", "model"])
+@pytest.mark.parametrize(
+    "uses",
+    [
+        ("quantize/int8_weight", "loss/linear_cross_entropy", "adapter/lora", "checkpointing/full"),
+        ("precision/bf16_masters", "loss/linear_cross_entropy", "fp8_training/row"),
+        ("precision/bf16_masters", "fp8_training/tensor", "checkpointing/selective"),
+        ("precision/bf16_autocast", "fuse/decoder", "loss/linear_cross_entropy", "checkpointing/full"),
+    ],
+    ids=" ".join,
+)
+def test_steps_compile_together_with_their_backward_passes(uses: tuple[str, ...], scope: str, fresh_compiler: None) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "fp8_training": {"smallest": 0, "ignore": ["lm_head"]},
+        "quantize": {"ignore": ["lm_head"]},
+        "adapter": {"ignore": ["lm_head"]},
+        "fuse": {"attention": "keep"},
+    }
+    eager, compiled = llamas.llama(), llamas.llama()
+    for loaded in (eager, compiled):
+        for use in uses:
+            apply(loaded.module, use, replace(training(), target=GPU), **options.get(use.partition("/")[0], {}))
+    family = Family()
+    for module in [compiled.module] if scope == "model" else compiled.module.model.layers:
+        compile_(module, CompileOptions(engine="aot_eager", family=family))
+    trained = work(eager)
+    expected, found = trained.probe(eager.module), trained.probe(compiled.module)
+    assert (found - expected).norm() < 2e-3 * expected.norm()
+    losses = [[float(trained.run(loaded.module)) for _ in range(3)] for loaded in (eager, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(
