@@ -19,9 +19,10 @@ from optforge.models.base import Loaded
 from optforge.models.given import GivenModel
 from optforge.report import losses, store
 from optforge.share import alias
-from optforge.spec import LossCurve, Measure, Part, Quality, Recipe, Report, Run, Step
+from optforge.spec import LossCurve, Measure, Measurement, Part, Quality, Recipe, Report, Run, Step
 from optforge.training.curve import LossQuality
 from optforge.training.trainer import own_
+from optforge.training_execution import TrainingRows
 from optforge.transforms.base import Context, Phase, Receipt, Touched
 from optforge.transforms.compile import Compile
 from optforge.workloads.train import Train
@@ -180,6 +181,32 @@ def test_ends_and_random_data() -> None:
 def test_a_training_is_not_saved() -> None:
     with pytest.raises(PlanError, match="keeps no weights"):
         engine.plan(replace(run_of(Same()), save=True))
+
+
+def test_a_baseline_that_does_not_fit_is_left_out_and_said() -> None:
+    plan = engine.plan(run_of(Same()))
+    plan.device = replace(plan.device, memory_bytes=1000)
+    report = engine.execute(plan)
+    assert report.status == "complete" and report.baseline is None and report.quality is None
+    assert "weights, gradients and optimizer states" in report.baseline_reason
+    assert report.steps[-1].measured.tokens_per_s > 0 and report.verdict == "incomplete"
+
+
+def test_two_trainings_that_do_not_fit_together_are_timed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = TrainingRows.measure
+
+    def measure(rows: TrainingRows, module: nn.Module, reference: nn.Module | None, name: str) -> Measurement:
+        if reference is not None:
+            raise MemoryError("no room for two")
+        return alone(rows, module, reference, name)
+
+    monkeypatch.setattr(TrainingRows, "measure", measure)
+    report = report_of(run_of(Same()))
+    assert report.status == "complete" and report.speedup["vs_baseline"] is not None
+    (step,) = report.steps
+    count = len(step.measured.samples_s)
+    assert step.measured.baseline_samples_s == report.baseline.samples_s[:count]
+    assert any("does not hold two trainings at once" in line for line in report.warnings)
 
 
 @pytest.mark.slow
