@@ -21,7 +21,7 @@ from optforge.kernels.linears import QuantizedLinear
 from optforge.measure.size import nbytes, weight_bytes
 from optforge.select import original_name, select
 from optforge.spec import Hardware, Json
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
 from optforge.transforms.mixed import Mixed, mix_
 
 DOWN, UP = "lora_down", "lora_up"
@@ -34,7 +34,6 @@ class Adapter:
 
     kind: ClassVar[str] = "adapter"
     phase: ClassVar[Phase] = Phase.MEMORY
-    search: ClassVar[Search] = {"*": None}
 
     rank: int = 16
     """Of each change; a linear narrower than that gets the rank it can have."""

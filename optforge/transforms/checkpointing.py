@@ -24,7 +24,7 @@ from optforge.errors import PlanError, Problem
 from optforge.measure.size import weight_bytes
 from optforge.select import original_name, repeated_blocks
 from optforge.spec import Hardware, Json
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
 from optforge.transforms.mixed import Mixed, mix_
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class Checkpointing:
 
     kind: ClassVar[str] = "checkpointing"
     phase: ClassVar[Phase] = Phase.MEMORY
-    search: ClassVar[Search] = {"*": None}
 
     mode: Mode = Mode.full
     """full: a layer's inputs alone are kept; selective: the results of products and attention too."""

@@ -17,7 +17,7 @@ from optforge.measure.size import nbytes, weight_bytes
 from optforge.measure.utilization import has_units
 from optforge.select import original_name, select
 from optforge.spec import Hardware, Json
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,6 @@ class Fp8Training:
 
     kind: ClassVar[str] = "fp8_training"
     phase: ClassVar[Phase] = Phase.QUANTIZE
-    search: ClassVar[Search] = {"*": None}
 
     scaling: Scaling = Scaling.tensor
     """tensor: one scale for each operand; row: one for each row of it; none: products stay as they are."""

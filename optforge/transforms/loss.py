@@ -21,7 +21,7 @@ from optforge.measure.size import weight_bytes
 from optforge.select import original_name
 from optforge.spec import Hardware
 from optforge.training.loss import takes_labels
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
 from optforge.transforms.mixed import Mixed, mix_
 
 SCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
@@ -36,7 +36,6 @@ class Loss:
 
     kind: ClassVar[str] = "loss"
     phase: ClassVar[Phase] = Phase.FUSE
-    search: ClassVar[Search] = {"*": None}
 
     ignore_index: int = -100
     """Label of tokens that do not count."""

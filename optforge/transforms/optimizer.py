@@ -17,7 +17,7 @@ from optforge.select import original_name
 from optforge.spec import Hardware
 from optforge.training import optimizers
 from optforge.training.settings import settings_of, settle_
-from optforge.transforms.base import Context, Lowered, Phase, Receipt, Search, Touched
+from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,6 @@ class Optimizer:
 
     kind: ClassVar[str] = "optimizer"
     phase: ClassVar[Phase] = Phase.MEMORY
-    search: ClassVar[Search] = {"*": None}
 
     name: Name = Name.adamw
     """adamw: PyTorch's, one kernel for all weights; adamw_8bit: torchao's, states in 8 bits; sgd: without momentum, no state."""
