@@ -7,11 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from optforge import verdicts
+from optforge import sharded, verdicts
 from optforge.errors import EXIT_CRASH, EXIT_LIMIT, EXIT_OK, PlanError, Problem
 from optforge.execution import Execution
-from optforge.plan.make import Plan, make
-from optforge.plan.sharding import Mesh
+from optforge.plan.make import Plan, make, mesh_of
 from optforge.plan.xla import require_extra
 from optforge.progress import Progress, SilentProgress
 from optforge.spec import Report, Run
@@ -55,6 +54,9 @@ def run(plan: Plan, *, folder: Path | None = None, progress: Progress | None = N
         KeyboardInterrupt: after the report was written as `incomplete`.
     """
     kind = TrainingExecution if plan.run.workload.kind == "train" else Execution
+    if mesh_of(plan).devices > 1:
+        report, module = sharded.run(plan, folder, progress or SilentProgress(), kind)
+        return Outcome(module=module, report=report)
     execution = kind(plan, folder, progress or SilentProgress())
     return Outcome(module=execution.run(), report=execution.report)
 
@@ -62,15 +64,9 @@ def run(plan: Plan, *, folder: Path | None = None, progress: Progress | None = N
 def _require_executable(plan: Plan) -> None:
     """
     Raises:
-        PlanError: the run is sharded over several devices, which is planned only, so far; or it trains and is to be saved.
+        PlanError: the run is sharded in a way, or with something, that can be planned only, so far; or it trains and is to be saved.
     """
-    problems = []
-    for step in plan.steps:
-        if step.step.kind == "shard":
-            mesh = Mesh.of(step.receipt.decisions)
-            what = f"runs over {mesh.devices} devices cannot be executed yet"
-            fix = f"optforge plan shows memory and time of each device; to run on one, drop it with '~steps.{step.name}'"
-            problems.append(Problem(where=f"step {step.name}", what=what, fix=fix))
+    problems = sharded.problems(plan)
     if plan.run.workload.kind == "train":
         for key in ("save", "export"):
             if getattr(plan.run, key):

@@ -15,6 +15,7 @@ from torch import nn
 
 from optforge import artifact, export, preflight, verdicts
 from optforge.calibrate.samples import Samples
+from optforge.distributed.world import agree
 from optforge.errors import OutputError, Problem
 from optforge.measure import compiles, memory, quality
 from optforge.measure.size import weight_bytes
@@ -286,7 +287,7 @@ class Execution:
         if not self.spec.quality.enabled or self.quality.reason is not None:
             return None
         self.progress.note(f"quality of {name}")
-        return self.quality.evaluate(module)
+        return agree(self.quality.evaluate(module))
 
     def _check_compiled(self, name: str, module: nn.Module, measured: Measurement, eager_output: Any) -> None:
         """Warns of a compiled row that partly runs uncompiled, or computes something else than the tree it came from."""

@@ -18,9 +18,10 @@ from torch import nn
 from optforge.backends.base import Candidate, CompileOptions
 from optforge.calibrate.samples import Samples
 from optforge.compiling import Family
+from optforge.distributed.world import share_of
 from optforge.errors import PlanError, StepError
 from optforge.measure import compare
-from optforge.measure.size import nbytes, tensors, weight_bytes
+from optforge.measure.size import nbytes, own_part, tensors, weight_bytes
 from optforge.measure.sparsity import Zeros, filled, share, zeros
 from optforge.measure.utilization import mbu, mfu
 from optforge.models.base import Tell
@@ -157,20 +158,29 @@ class Rows:
         """Bytes that lie on the device for the reference's sake alone while `module` is measured."""
         return _only_in(reference, module)
 
+    def batches(self, module: nn.Module) -> int:
+        """Batches that one call has at once over all devices, where the baseline's has one."""
+        return share_of(module).batches
+
     def _shares(self, measured: Measurement, module: nn.Module) -> Measurement:
         """Adds throughput, weight bytes and the shares of the device's peaks."""
         p50 = measured.latency_ms.get("p50")
         if not p50:
             return measured
         seconds = p50 / 1e3
-        rate = self.work.units / seconds
+        share = share_of(module)
+        batches = self.batches(module)
+        rate = self.work.units * batches / seconds
+        flops = self.flops * batches // share.devices if self.flops is not None else None
         device, dtype = self.plan.device, str(self.plan.model["dtype"] or "fp32")
         return replace(
             measured,
             tokens_per_s=rate if self.work.unit == "tokens" else None,
             items_per_s=rate if self.work.unit == "items" else None,
             weight_bytes=weight_bytes(module),
-            mfu=mfu(self.flops, seconds, device, dtype),
+            devices=share.devices,
+            batches=batches,
+            mfu=mfu(flops, seconds, device, dtype),
             mbu=mbu(self.work.bytes(module), seconds, device),
         )
 
@@ -196,8 +206,8 @@ class Rows:
 
 def _only_in(reference: nn.Module, module: nn.Module) -> int:
     """Bytes of the reference's tensors that `module` does not share: resident for the comparison's sake alone."""
-    shared = {tensor.untyped_storage().data_ptr() for _, tensor in tensors(module)}
-    return sum(nbytes(tensor) for _, tensor in tensors(reference) if tensor.untyped_storage().data_ptr() not in shared)
+    shared = {own_part(tensor).untyped_storage().data_ptr() for _, tensor in tensors(module)}
+    return sum(nbytes(tensor) for _, tensor in tensors(reference) if own_part(tensor).untyped_storage().data_ptr() not in shared)
 
 
 def verify(module: nn.Module, applied: Sequence[Applied]) -> None:

@@ -137,6 +137,17 @@ class Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the processes of a recipe with a shard step work together."""
+
+    timeout_s: float = 60.0
+    """Seconds that one waits for the others before all are ended. Loading and compiling take each a time of its own: raise it where
+    they take minutes."""
+    max_restarts: int = 0
+    """How often all are started again after one failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """How the jobs of a sweep are run; the same for all of them, and no part of any."""
 
@@ -191,6 +202,7 @@ class Run:
     quality: Quality = Quality()
     calibration: CalibrationData = CalibrationData()
     measure: Measure = Measure()
+    launch: Launch = Launch()
     sweep: SweepOptions = SweepOptions()
     save: bool = False
     export: tuple[str, ...] = ()
@@ -234,6 +246,10 @@ class Measurement:
     """Training: the peak by what it is for: weights, gradients, optimizer (states and master weights), rest (activations, workspace; on
     a CPU the process itself too). Gradients are counted as all of them."""
     weight_bytes: int | None = None
+    devices: int = 1
+    """Devices that worked on it together; memory and bytes are those of one, rates those of all."""
+    batches: int = 1
+    """Batches that they had at once in a call, each as large as the baseline's one."""
     mfu: float | None = None
     mbu: float | None = None
     energy_j: float | None = None

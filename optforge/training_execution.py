@@ -9,27 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
+from optforge.distributed.world import agree
 from optforge.execution import Execution
 from optforge.measure import memory
 from optforge.measure.size import weight_bytes
 from optforge.models.base import Loaded
-from optforge.plan.make import PlannedStep
+from optforge.plan.make import Plan, PlannedStep, mesh_of
 from optforge.rows import Applied, Rows
 from optforge.share import alias
-from optforge.spec import Measurement, QualityResult, StepReport
+from optforge.spec import Measure, Measurement, QualityResult, StepReport
 from optforge.training.curve import LossQuality
 from optforge.training.settings import settings_of
 from optforge.training.trainer import Trainer, own_, trained
+from optforge.workloads.base import Work
 from optforge.workloads.train import TrainWork
 
 
 class TrainingRows(Rows):
     """Rows whose weights are their own."""
+
+    def __init__(self, plan: Plan, baseline: nn.Module, work: Work, example: Any, options: Measure, **given: Any) -> None:
+        mesh = mesh_of(plan)
+        cast(TrainWork, work).ranks = mesh.fsdp * mesh.data
+        super().__init__(plan, baseline, work, example, options, **given)
+
+    def batches(self, module: nn.Module) -> int:
+        """One: a step is the same one for every row, and one device makes alone what several share."""
+        return 1
 
     @property
     def training(self) -> TrainWork:
@@ -149,7 +160,7 @@ class TrainingExecution(Execution):
         if self.curves is None:
             return None
         self.progress.note(f"loss curve of {name}")
-        return self.curves.evaluate(module)
+        return agree(self.curves.evaluate(module))
 
     def _grow(self) -> nn.Module:
         """One row per step, each built from the weights as loaded."""

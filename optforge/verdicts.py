@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from optforge.measure import timing
 from optforge.spec import Measurement, QualityResult, Ratio, Report, Run
@@ -24,7 +25,7 @@ def goal_ratio(goal: str, row: Measurement, reference: Measurement) -> Ratio | N
     if goal in ("latency", "throughput"):
         if not row.samples_s or not row.baseline_samples_s:
             return None
-        return timing.ratio(row.samples_s, row.baseline_samples_s)
+        return _scaled(timing.ratio(row.samples_s, row.baseline_samples_s), goal, row.batches / reference.batches)
     attribute = "peak_memory_bytes" if goal == "memory" else "weight_bytes"
     before, after = getattr(reference, attribute), getattr(row, attribute)
     if not before or not after:
@@ -42,8 +43,15 @@ def step_ratio(goal: str, row: Measurement, previous: Measurement | None, agains
     if previous is None or against_reference is None:
         return against_reference
     if goal in ("latency", "throughput"):
-        return timing.compare(previous, row)
+        return _scaled(timing.compare(previous, row), goal, row.batches / previous.batches)
     return goal_ratio(goal, row, previous)
+
+
+def _scaled(ratio: Ratio, goal: str, batches: float) -> Ratio:
+    """A ratio of times as one of rates, where a call of one has `batches` times as many batches in it."""
+    if goal != "throughput" or batches == 1:
+        return ratio
+    return replace(ratio, value=ratio.value * batches, low=ratio.low * batches, high=ratio.high * batches)
 
 
 def product(first: Ratio | None, second: Ratio | None) -> Ratio | None:

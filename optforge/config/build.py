@@ -65,7 +65,7 @@ class SweepOptions(spec.SweepOptions):
 
 
 SETTINGS = tuple(Settings.__dataclass_fields__)
-TOP = (*SECTIONS, "quality", "calibration", "measure", "sweep", *SETTINGS)
+TOP = (*SECTIONS, "quality", "calibration", "measure", "launch", "sweep", *SETTINGS)
 """Every key that a run may have."""
 
 
@@ -85,6 +85,7 @@ def run(tree: Mapping[str, Json], sources: Sources, *, cwd: Path, command: str =
     built["quality"] = _section(spec.Quality, "quality", tree, sources, problems)
     built["calibration"] = _section(spec.CalibrationData, "calibration", tree, sources, problems)
     built["measure"] = _section(Measure, "measure", tree, sources, problems)
+    built["launch"] = _section(spec.Launch, "launch", tree, sources, problems)
     sweep = _section(SweepOptions, "sweep", tree, sources, problems)
     settings = schema.build(
         Settings, {key: tree[key] for key in SETTINGS if key in tree}, "", kind="a run", problems=problems, where=sources.where
@@ -262,7 +263,7 @@ def _resolved(built: Mapping[str, Any], settings: Settings) -> dict[str, Json]:
     }
     for group in ("model", "data", "workload"):
         tree[group] = {"name": built[group].name, "kind": built[group].kind, **built[group].options}
-    for group in ("hardware", "quality", "calibration", "measure"):
+    for group in ("hardware", "quality", "calibration", "measure", "launch"):
         tree[group] = schema.plain_fields(built[group])
     return tree | schema.plain_fields(settings)
 

@@ -115,7 +115,7 @@ def _without_defaults(node: Mapping[str, Any]) -> dict[str, Json]:
 
 def _settings(tree: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
     for key, value in tree.items():
-        if key in ("quality", "measure") and isinstance(value, dict):
+        if key in ("quality", "measure", "launch") and isinstance(value, dict):
             yield from ((f"{key}.{name}", item) for name, item in value.items())
         elif key not in build.SECTIONS:
             yield key, value

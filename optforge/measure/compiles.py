@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from optforge.distributed.world import agree
+
 MAX_CALLS = 64
 """Calls after which a candidate that still compiles on each call is taken as it is."""
 _LIMIT = "recompile limit exceeded"
@@ -72,7 +74,7 @@ def first_calls(call: Callable[[], Any], synchronize: Callable[[], None]) -> Com
         begin = time.perf_counter()
         call()
         synchronize()
-        if watcher.activity() == before:
+        if agree(watcher.activity() == before):
             break
         spent += time.perf_counter() - begin
     watcher.update()

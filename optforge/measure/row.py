@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from optforge.backends.base import Backend, Candidate
+from optforge.distributed.world import agree
 from optforge.measure import compiles, timing
 from optforge.spec import Measure, Measurement
 
@@ -33,7 +34,7 @@ def measure(backend: Backend, candidate: Candidate, baseline: Candidate | None, 
     peak = memory["allocated"] if memory.get("allocated") is not None else memory.get("process")
     if peak is not None and baseline is not None:
         peak -= baseline.resident_bytes
-    return Measurement(
+    measured = Measurement(
         latency_ms=latency,
         compile_time_s=compiled.seconds,
         compiles=compiled.graphs,
@@ -48,6 +49,7 @@ def measure(backend: Backend, candidate: Candidate, baseline: Candidate | None, 
         baseline_samples_s=samples.baseline_samples_s,
         steady=samples.steady,
     )
+    return agree(measured)  # ranks that judged by figures of their own would go different ways
 
 
 def _memory(backend: Backend, candidate: Candidate) -> dict[str, int | None]:
@@ -67,7 +69,7 @@ def _energy(backend: Backend, candidate: Candidate, max_s: float) -> float | Non
     if begin is None:
         return None
     calls, deadline = 0, time.perf_counter() + min(ENERGY_S, max_s)
-    while calls == 0 or time.perf_counter() < deadline:
+    while calls == 0 or agree(time.perf_counter() < deadline):
         candidate.call()
         backend.synchronize()
         calls += 1

@@ -19,9 +19,16 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this device holds of a tensor that several share (a DTensor); any other tensor itself."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def nbytes(tensor: Tensor) -> int:
-    """Bytes of one tensor's elements."""
-    return tensor.numel() * tensor.element_size()
+    """Bytes of one tensor's elements; of a tensor that several devices share, those that this one holds."""
+    own = own_part(tensor)
+    return own.numel() * own.element_size()
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optforge.backends.base import Candidate
+from optforge.distributed.world import agree
 from optforge.spec import Measure, Measurement, Ratio
 
 GAIN, LOSS = 1.02, 0.98
@@ -69,7 +70,7 @@ def time_together(candidates: Sequence[Candidate], *, synchronize: Callable[[], 
     steady = False
     rounds = 0
     with no_collection():
-        while rounds < least or not (steady or time.perf_counter() - begun >= options.max_s):
+        while rounds < least or not agree(steady or time.perf_counter() - begun >= options.max_s):
             for runner in runners if rounds % 2 == 0 else reversed(runners):
                 runner.sample()
             rounds += 1
@@ -92,7 +93,7 @@ class _Runner:
             self.call()
         batch_s = options.batch_ms / 1e3
         # doubling, since one short call reads as mostly clock and synchronization
-        while (seconds := self._seconds()) < batch_s:
+        while (seconds := agree(self._seconds())) < batch_s:
             self.calls = min(2 * self.calls, math.ceil(1.1 * self.calls * batch_s / max(seconds, 1e-9)))
 
     def _seconds(self) -> float:

@@ -25,6 +25,7 @@ from optforge.plan.calibration import calibration_for
 from optforge.plan.devices import choose
 from optforge.plan.graph import CAPTURED, Graph
 from optforge.plan.order import Order, order, phase
+from optforge.plan.sharding import Mesh
 from optforge.plan.trace import trace
 from optforge.spec import Downgrade, Hardware, Json, Run, Step
 from optforge.transforms.base import Context, Phase, Receipt
@@ -121,6 +122,11 @@ class Plan:
         if id(graph) not in self._bounds:
             self._bounds[id(graph)] = asdict(roofline.predict(graph, self.target, mode=CAPTURED))
         return self._bounds[id(graph)]
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """The mesh of the plan's shard step; one device where it has none."""
+    return next((Mesh.of(step.receipt.decisions) for step in plan.steps if step.step.kind == "shard"), Mesh())
 
 
 def later(steps: Sequence[Step], name: str) -> tuple[str, ...]:

@@ -229,7 +229,7 @@ def _next(verdict: Verdict, study: Study) -> None:
             verdict.why = "it does not fit, and no single change makes it fit: a smaller model, or hardware with more memory"
             return
         words, verdict.why = with_override(words, change.override), f"changed so that it fits: {change.what}"
-        only_planned = only_planned or (SHARDED if _shards(study, change) else "")
+        only_planned = only_planned or (SHARDED if _keeps_cache(study) and _shards(study, change) else "")
     elif fit is not None and fit.memory_bytes is None:
         verdict.why = f"to be told whether it fits, add hardware.memory_bytes=<bytes of one {study.target.get('name')}>"
     if fit is not None and fit.fits and fit.rows[0].fits is False and not only_planned:
@@ -248,12 +248,16 @@ def _next(verdict: Verdict, study: Study) -> None:
             return
 
 
-SHARDED = "runs over several devices can be planned, and not executed yet"
+SHARDED = "a KV cache over several devices can be planned, and not executed yet"
 
 
 def _only_planned(study: Study) -> str:
     """Why `optforge run` would refuse what was asked for; empty where it would not."""
-    return SHARDED if any(step.use.startswith("shard/") for step in study.steps) else ""
+    return SHARDED if _keeps_cache(study) and any(step.use.startswith("shard/") for step in study.steps) else ""
+
+
+def _keeps_cache(study: Study) -> bool:
+    return study.workload.get("kind") == "decode"
 
 
 def _shards(study: Study, change: Change) -> bool:

@@ -37,7 +37,7 @@ def planned(
         recipe={"name": "llama_fp8"},
         target={"name": "h100", "backend": "nvidia"},
         model={"name": "llama3_8b"},
-        workload={"name": "decode"},
+        workload={"name": "decode", "kind": "decode"},
         weight_bytes=160,
         steps=[StepPlan(name="weights", use=use, requested=use, phase="quantize", weight_bytes=80)],
         speed=Speed(known=after is not None, rows=rows, reference="compiled baseline"),

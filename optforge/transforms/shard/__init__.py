@@ -1,7 +1,7 @@
 """Splits a model over the devices of one mesh: tensor parallelism first, then FSDP, then copies that share gradients.
 
-The step decides where every parameter goes and refuses what does not divide. It changes nothing in the tree: the
-decisions are for the plan (bytes, collectives and time per device) and for whoever executes them.
+The step decides where every parameter goes and refuses what does not divide. While planning it changes nothing in the tree:
+the decisions are for the plan (bytes, collectives and time per device). In a run each process keeps its own part (`spread`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Shard:
         return None
 
     def apply(self, model: nn.Module, ctx: Context) -> Receipt:
-        """Decides for every parameter; changes nothing.
+        """Decides for every parameter; in a run, leaves this process its part of each.
 
         Raises:
-            PlanError: heads, vocabulary, widths or quantization groups that the tensor degree does not divide, all of them.
+            PlanError: heads, vocabulary, widths or quantization groups that the tensor degree does not divide, all of them; or
+                this process works alone.
         """
         from optforge.measure.size import weight_bytes
         from optforge.transforms.shard import layout, misfits
@@ -74,10 +75,14 @@ class Shard:
         receipt.notes += shared if self.fsdp > 1 else []
         if self.devices > 1:
             self._tell(found, receipt)
+        if self.devices > 1 and not ctx.planning:
+            from optforge.transforms.shard.spread import spread_
+
+            spread_(model, found, self, ctx)
         return receipt
 
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
-        """Nothing to rebuild: the tree is as it was."""
+        """Nothing to rebuild: on one device the tree is as it was."""
 
     def _parameters(self, found: list[Split]) -> dict[str, Json]:
         """Name -> how it is split: `as` (column, row, vocabulary, replicated) and the dimension of each degree, or null."""

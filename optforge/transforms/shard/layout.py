@@ -103,17 +103,21 @@ def units(model: nn.Module) -> tuple[dict[str, list[str]], list[str]]:
     """FSDP's groups, parameters by group, and what was decided about shared parameters.
 
     One group for each repeated layer, and one, "", for the rest. A parameter that two modules share must lie in one group
-    (PyTorch refuses it in two), so one that is shared across groups goes to the rest's.
+    (PyTorch refuses it in two), so layers that share one with others go to the rest's, whole.
     """
     blocks = repeated_blocks(model)
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(original_name(name))
+
+    def block(name: str) -> str:
+        return next((block for block in blocks if name.startswith(f"{block}.")), "")
+
+    sharing = {home for names in holders.values() if len(homes := {block(name) for name in names}) > 1 for home in homes}
     groups: dict[str, list[str]] = {name: [] for name in [*blocks, ""]}
     notes = []
     for names in holders.values():
-        homes = {next((block for block in blocks if name.startswith(f"{block}.")), "") for name in names}
-        home = homes.pop() if len(homes) == 1 else ""
+        home = "" if block(names[0]) in sharing else block(names[0])
         groups[home].extend(names)
         if len(names) > 1:
             notes.append(f"{' and '.join(names)} are one tensor: one FSDP group holds both ({home or 'the root'})")
