@@ -208,7 +208,7 @@ def _compiled(run: Run, module: LightningModule) -> list[Problem]:
 def _foreign(part: nn.Module, found: Sequence[Any]) -> Problem | None:
     """An optimizer that knows nothing of what the steps on the model ask for."""
     settings = _settings(part)
-    needs = [name for name in ("masters", "stochastic", "optimizer") if getattr(settings, name)]
+    needs = [name for name in ("masters", "stochastic", "optimizer", "offload") if getattr(settings, name)]
     if not needs or all(isinstance(getattr(one, "optimizer", one), OwnOptimizer) for one in found):
         return None
     names = ", ".join(sorted({type(getattr(one, "optimizer", one)).__name__ for one in found}))

@@ -51,13 +51,15 @@ def make(parameters: Sequence[nn.Parameter], name: str, settings: Settings, rate
     def plain(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
         return _plain(weights, name, rates)
 
-    if not (settings.masters or settings.stochastic):
+    if not (settings.masters or settings.stochastic or settings.offload):
         return plain(parameters)
-    return Chunked(parameters, plain, stochastic=settings.stochastic, seed=rates.seed)
+    return Chunked(parameters, plain, stochastic=settings.stochastic, host=settings.offload, seed=rates.seed)
 
 
 def state_bytes(parameter: Tensor, name: str, settings: Settings) -> int:
-    """Bytes that the optimizer keeps for one weight, masters included; from its shape and dtype alone."""
+    """Bytes that the optimizer keeps on the device for one weight, masters included; from its shape and dtype alone."""
+    if settings.offload:
+        return 0
     name = settings.optimizer or name
     count, size = parameter.numel(), parameter.element_size()
     low = size == 2 and (settings.masters or settings.stochastic)
@@ -90,7 +92,9 @@ def set_rate(optimizer: torch.optim.Optimizer | Chunked, rate: float) -> None:
 
 
 def held_bytes(optimizer: torch.optim.Optimizer | Chunked) -> int:
-    """Bytes of all states and masters that exist by now."""
+    """Bytes of all states and masters that lie on the device by now."""
+    if isinstance(optimizer, Chunked) and optimizer.host:
+        return 0
     inner = optimizer.inner if isinstance(optimizer, Chunked) else [optimizer]
     masters = sum(master.numel() * master.element_size() for master in optimizer.masters()) if isinstance(optimizer, Chunked) else 0
     return masters + sum(_bytes(value) for one in inner for state in one.state.values() for value in state.values())
@@ -156,16 +160,23 @@ class Chunked:
         *,
         stochastic: bool,
         seed: int,
+        host: bool = False,
     ) -> None:
+        """
+        Args:
+            host: everything that is kept lies in the host's memory, fp32 weights too, and is updated there (Ren and others,
+                ZeRO-Offload, 2021, section 4).
+        """
         import torch
 
         trained = list(parameters)
-        low = [parameter for parameter in trained if parameter.element_size() == 2]
-        full = [parameter for parameter in trained if parameter.element_size() != 2]
+        low = [parameter for parameter in trained if host or parameter.element_size() == 2]
+        full = [parameter for parameter in trained if not host and parameter.element_size() != 2]
+        self.host = host
         self.stochastic, self.low = stochastic, low
         pieces = [piece for parameter in low for piece in _pieces(parameter)]
         self.chunks = list(_chunks(pieces, PIECE))
-        masters = {id(parameter): _flat(take_master(parameter)) for parameter in low}
+        masters = {id(parameter): _flat(self._kept(take_master(parameter))) for parameter in low}
         self.held: list[list[Tensor]] = [[self._held(masters[id(one.parameter)], one) for one in chunk] for chunk in self.chunks]
         """The masters; with `stochastic` they have no content between two updates."""
         self.inner = [make(held) for held in self.held]
@@ -196,7 +207,7 @@ class Chunked:
                     self._raised(chunk, held, inner)
                 for piece, master in zip(chunk, held, strict=True):
                     gradient = piece.gradient()
-                    master.grad = None if gradient is None else gradient.float()
+                    master.grad = None if gradient is None else gradient.to(master.device, torch.float32)
                 inner.step()
                 for master in held:
                     master.grad = None
@@ -226,6 +237,12 @@ class Chunked:
             for held, inner in zip(self.held, self.inner, strict=False):
                 for master in held:  # PyTorch gives loaded states the dtype of their weight
                     _round_states(inner.state.get(master, {}), lambda value: value.bfloat16())
+
+    def _kept(self, master: Tensor) -> Tensor:
+        """Where the masters lie: on the weights' device, or in memory of the host that a GPU reads directly."""
+        if not self.host or master.device.type == "cpu":
+            return master.clone() if self.host else master
+        return _local(master).cpu().pin_memory()
 
     def _held(self, master: Tensor, piece: _Piece) -> Tensor:
         """A piece's fp32 weights, of its own where nothing of them is kept."""

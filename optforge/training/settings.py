@@ -31,6 +31,8 @@ class Settings:
     """Updates of weights in bf16 are rounded up or down at random, in proportion to what is rounded off."""
     optimizer: str | None = None
     """Name of an optimizer in `training.optimizers`; None takes the workload's."""
+    offload: bool = False
+    """States and fp32 weights lie in the host's memory, and the update runs there."""
 
 
 def settings_of(module: nn.Module) -> Settings:

@@ -39,12 +39,18 @@ class Optimizer:
     name: Name = Name.adamw
     """adamw: PyTorch's, one kernel for all weights; adamw_8bit: torchao's, states in 8 bits; sgd: without momentum, no state."""
 
+    offload: bool = False
+    """States and fp32 weights lie in the host's memory and are updated there: the device holds weights and gradients alone."""
+
     def check(self, ctx: Context) -> Iterator[Problem]:
-        """It needs a training, and states in 8 bits need torchao."""
+        """It needs a training; states in 8 bits need torchao, and offloading needs a host apart from the device."""
         where = f"step {ctx.step}"
         if ctx.workload != "train":
             what = f"an optimizer belongs to a training, and the workload is {ctx.workload}"
             yield Problem(where=where, what=what, fix=f"type workload=train, or drop it with '~steps.{ctx.step}'")
+        if self.offload and ctx.target.backend == "cpu":
+            what = "offload moves states to the host's memory, and the target is the host"
+            yield Problem(where=where, what=what, fix=f"steps.{ctx.step}.offload=false")
         if self.name is Name.adamw_8bit:
             try:
                 optimizers.eight_bit()
@@ -56,12 +62,21 @@ class Optimizer:
         return None
 
     def apply(self, model: nn.Module, ctx: Context) -> Receipt:
-        """Leaves word on the model for whoever trains it."""
-        receipt = Receipt(total_bytes=weight_bytes(model), decisions={"name": self.name.value})
-        if settings_of(model).optimizer == self.name.value:
+        """Leaves word on the model for whoever trains it.
+
+        Raises:
+            PlanError: offloaded states beside stochastic rounding, which keeps nothing in fp32 to offload.
+        """
+        receipt = Receipt(total_bytes=weight_bytes(model), decisions={"name": self.name.value, "offload": self.offload})
+        known = settings_of(model)
+        if self.offload and known.stochastic:
+            what = "offload keeps fp32 weights on the host, and stochastic rounding keeps none"
+            fix = f"use precision/bf16_masters, or type steps.{ctx.step}.offload=false"
+            raise PlanError(Problem(where=f"step {ctx.step}", what=what, fix=fix))
+        if (known.optimizer, known.offload) == (self.name.value, self.offload):
             receipt.notes.append(f"{self.name.value} moves the weights already")
             return receipt
-        settle_(model, optimizer=self.name.value)
+        settle_(model, optimizer=self.name.value, offload=self.offload)
         settings, seen = settings_of(model), set[int]()
         for path, module in model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
@@ -69,11 +84,11 @@ class Optimizer:
             if own:
                 size = sum(nbytes(parameter) for parameter in own)
                 states = sum(optimizers.state_bytes(parameter, self.name.value, settings) for parameter in own)
-                what = f"{self.name.value}, {states:,} bytes of states"
+                what = f"{self.name.value}, states on the host" if self.offload else f"{self.name.value}, {states:,} bytes of states"
                 receipt.touched.append(Touched(name=original_name(path), what=what, bytes_before=size, bytes_after=size))
         receipt.bytes_before = receipt.bytes_after = sum(touched.bytes_before for touched in receipt.touched)
         return receipt
 
     def replay(self, model: nn.Module, receipt: Receipt) -> None:
         """Leaves the same word."""
-        settle_(model, optimizer=receipt.decisions["name"])
+        settle_(model, optimizer=receipt.decisions["name"], offload=receipt.decisions["offload"])

@@ -235,6 +235,25 @@ def test_the_plan_knows_the_states_of_each_optimizer() -> None:
     assert states("optimizer/adamw_8bit") == low
 
 
+def test_offloaded_states_lie_nowhere_on_the_device_and_a_step_is_the_same() -> None:
+    there, here = llamas.llama(), llamas.llama()
+    for loaded, use in ((there, "optimizer/adamw_offload"), (here, "optimizer/adamw")):
+        apply(loaded.module, "precision/bf16_masters")
+        apply(loaded.module, use, replace(training(), target=GPU))
+    trained = work(there)
+    for _ in range(3):
+        assert float(trained.run(there.module)) == float(trained.run(here.module))
+    assert all(torch.equal(a, b) for a, b in zip(there.module.parameters(), here.module.parameters(), strict=True))
+    assert trained.held_bytes(there.module)["optimizer"] == 0 < trained.held_bytes(here.module)["optimizer"]
+    assert sum(Train().state_bytes(parameter, settings_of(there.module)) for parameter in there.module.parameters()) == 0
+    (problem,) = step("x", {"use": "optimizer/adamw_offload"}).transform.check(training())
+    assert "the target is the host" in str(problem)
+    random = llamas.module()
+    apply(random, "precision/bf16_stochastic")
+    with pytest.raises(PlanError, match="stochastic rounding keeps none"):
+        apply(random, "optimizer/adamw_offload", replace(training(), target=GPU))
+
+
 @pytest.mark.slow
 def test_states_in_8_bits_hold_what_the_formula_says_and_learn() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
