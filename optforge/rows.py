@@ -172,7 +172,7 @@ class Rows:
         batches = self.batches(module)
         rate = self.work.units * batches / seconds
         flops = self.flops * batches // share.devices if self.flops is not None else None
-        device, dtype = self.plan.device, str(self.plan.model["dtype"] or "fp32")
+        device, dtype = self.plan.device, self.product_dtype(module)
         return replace(
             measured,
             tokens_per_s=rate if self.work.unit == "tokens" else None,
@@ -183,6 +183,10 @@ class Rows:
             mfu=mfu(flops, seconds, device, dtype),
             mbu=mbu(self.work.bytes(module), seconds, device),
         )
+
+    def product_dtype(self, module: nn.Module) -> str:
+        """The dtype whose peak the shares are taken of: the run's."""
+        return str(self.plan.model["dtype"] or "fp32")
 
     def output(self, module: nn.Module) -> Any:
         """What one call gives, off the device, so that holding it adds nothing to the memory that is measured."""

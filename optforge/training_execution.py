@@ -18,6 +18,7 @@ from optforge.distributed.world import agree
 from optforge.execution import Execution
 from optforge.measure import memory
 from optforge.measure.size import weight_bytes
+from optforge.measure.work import compute_dtype
 from optforge.models.base import Loaded
 from optforge.plan.make import Plan, PlannedStep, mesh_of
 from optforge.rows import Applied, Rows
@@ -28,6 +29,8 @@ from optforge.training.settings import settings_of
 from optforge.training.trainer import Trainer, own_, trained
 from optforge.workloads.base import Work
 from optforge.workloads.train import TrainWork
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class TrainingRows(Rows):
@@ -70,6 +73,12 @@ class TrainingRows(Rows):
         if measured.peak_memory_bytes is not None:
             measured.memory_parts = {**held, "rest": max(0, measured.peak_memory_bytes - sum(held.values()))}
         return measured
+
+    def product_dtype(self, module: nn.Module) -> str:
+        """The dtype that the row's products run in: that of autocast, else of its weights (fp8 products are held against their peak)."""
+        dtype = compute_dtype(module)
+        named = NAMES.get(dtype) if dtype is not None else None
+        return settings_of(module).autocast or named or super().product_dtype(module)
 
     def resident(self, reference: nn.Module, module: nn.Module) -> int:
         """Weights and states of the reference's training; it shares nothing with `module`."""

@@ -21,6 +21,7 @@ from optforge.report import losses, store
 from optforge.share import alias
 from optforge.spec import LossCurve, Measure, Measurement, Part, Quality, Recipe, Report, Run, Step
 from optforge.training.curve import LossQuality
+from optforge.training.settings import settle_
 from optforge.training.trainer import own_
 from optforge.training_execution import TrainingRows
 from optforge.transforms.base import Context, Phase, Receipt, Touched
@@ -248,6 +249,14 @@ def test_a_recipes_own_limit_replaces_the_band() -> None:
     assert found.missed == []
     found = Judged(2.5, max_loss_increase=0.1).judged(LossCurve(losses=[4.0, 3.0, 2.5, 2.0], held_out=2.3))
     assert len(found.missed) == 1 and "max_loss_increase" in found.missed[0]
+
+
+def test_the_share_of_the_peak_is_that_of_the_products_dtype() -> None:
+    """bf16 products of a model that was loaded in fp32 are not held against the fp32 peak."""
+    rows = TrainingRows.__new__(TrainingRows)
+    plain, cast, low = llamas.module(), llamas.module(), llamas.module(dtype=torch.bfloat16)
+    settle_(cast, autocast="bf16")
+    assert [rows.product_dtype(module) for module in (plain, cast, low)] == ["fp32", "bf16", "bf16"]
 
 
 def test_storage_of_its_own_keeps_ties() -> None:
