@@ -94,7 +94,7 @@ def run_of(*transforms: Any, module: nn.Module | None = None, **fields: Any) -> 
     steps = tuple(
         Step(name=f"{one.kind}{index}", use=f"{one.kind}/test", options={}, transform=one) for index, one in enumerate(transforms)
     )
-    workload = Train(batch_size=2, sequence=16, steps=12, held_out=2, learning_rate=3e-3, warmup=2)
+    workload = Train(batch_size=2, sequence=16, steps=8, held_out=2, learning_rate=3e-3, warmup=2)
     settings: dict[str, Any] = {"measure": QUICK, "quality": Quality(generate=0), "hardware": config.hardware("cpu"), **fields}
     return Run(
         recipe=Recipe(name="test", steps=steps, limits=fields.pop("limits", {})),
@@ -111,10 +111,10 @@ def report_of(run: Run, folder: Path | None = None) -> Report:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path, dict[str, Tensor], nn.Module]:
-    """A run of two steps, its folder, the weights before it, and the caller's module after it."""
+    """A run of one step, its folder, the weights before it, and the caller's module after it."""
     module, folder = llamas.module(), tmp_path_factory.mktemp("run")
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return report_of(run_of(Same(), Same(), module=module), folder), folder, before, module
+    return report_of(run_of(Same(), module=module), folder), folder, before, module
 
 
 def test_a_step_that_changes_nothing_has_the_baselines_losses_to_the_bit(measured: Any) -> None:
@@ -122,10 +122,10 @@ def test_a_step_that_changes_nothing_has_the_baselines_losses_to_the_bit(measure
     assert report.status == "complete" and report.verdict in ("no_gain", "ok", "regression")
     for step in report.steps:
         result = step.quality.training
-        assert result.own.losses == result.baseline.losses and len(result.own.losses) == 12
+        assert result.own.losses == result.baseline.losses and len(result.own.losses) == 8
         assert result.own.held_out == result.baseline.held_out and result.difference == 0.0
         assert result.other_seed.losses != result.baseline.losses
-        assert result.own.losses[-1] < 0.95 * result.own.losses[0], "something is learned"
+        assert result.own.losses[-1] < 0.97 * result.own.losses[0], "something is learned"
         assert result.limit == pytest.approx(max(2 * result.band, 0.005 * result.baseline.held_out))
         assert step.measured.tokens_per_s > 0 and step.measured.samples_s and step.measured.baseline_samples_s
 
@@ -154,7 +154,7 @@ def test_the_report_shows_the_losses_everywhere_and_comes_back_from_its_file(mea
     for text in ((folder / "report.md").read_text(), (folder / "report.html").read_text()):
         assert loss in text and "optimizer states" in text
     assert 'class="loss after"' in (folder / "report.html").read_text()
-    assert [row[0] for row in losses.rows(report)] == ["1", "3", "5", "8", "10", "12"]
+    assert [row[0] for row in losses.rows(report)] == ["1", "2", "4", "5", "7", "8"]
 
 
 def test_a_training_that_learns_less_fails_by_the_band_of_two_seeds() -> None:
