@@ -164,6 +164,8 @@ def optforge(args: argparse.Namespace, recipe: str, *overrides: str, dtype: torc
 
 
 FULL = "steps.memory={use: checkpointing/selective}"
+LEAN = "steps.memory={use: checkpointing/full, share: 0.25}"
+"""The plan's answer to 30 GB on the 1B shape: a quarter of the layers compute again (29.8 GB and 69,600 tok/s predicted)."""
 ROWS: dict[str, Callable[[argparse.Namespace], tuple[Any, Step]]] = {
     "eager_bf16": peer,
     "compiled_bf16": lambda args: peer(args, compiled="model"),
@@ -174,6 +176,7 @@ ROWS: dict[str, Callable[[argparse.Namespace], tuple[Any, Step]]] = {
     "thunder": thunder,
     "torchao_fp8": torchao_fp8,
     "optforge_masters": lambda args: optforge(args, "llama_bf16_train"),
+    "optforge_masters_lean": lambda args: optforge(args, "llama_bf16_train", LEAN),
     "optforge_fp8": lambda args: optforge(args, "llama_fp8_train"),
     "optforge_stochastic": lambda args: optforge(args, "llama_bf16_train", "steps.precision.use=precision/bf16_stochastic"),
     "optforge_8b": lambda args: optforge(args, "llama_bf16_train", "steps.optimizer.use=optimizer/adamw_8bit", FULL, dtype=torch.bfloat16),
@@ -292,14 +295,18 @@ def render(found: dict[str, dict[str, Any]], head: str) -> str:
 
 def limits(found: dict[str, dict[str, Any]], model: str) -> list[str]:
     """What issue 7 asks of one H200, and whether it was reached."""
-    own = found.get("optforge_masters", {})
     said = []
-    if model == "llama3_1b" and "tokens_per_s" in own:
-        peers = {name: found[name]["tokens_per_s"] for name in found if not name.startswith("optforge") and "tokens_per_s" in found[name]}
-        best = max(peers.values(), default=0.0)
-        said.append(f"at least 66,000 tok/s with fp32 masters: {own['tokens_per_s']:,.0f}, {_reached(own['tokens_per_s'] >= 66_000)}")
-        said.append(f"no slower than the best peer ({best:,.0f}): {_reached(own['tokens_per_s'] >= best)}")
-        said.append(f"peak at most 30 GB: {own['peak_bytes'] / 1e9:.1f}, {_reached(own['peak_bytes'] <= 30e9)}")
+    for name in ("optforge_masters", "optforge_masters_lean") if model == "llama3_1b" else ():
+        own = found.get(name, {})
+        if "tokens_per_s" not in own:
+            continue
+        peers = [row["tokens_per_s"] for key, row in found.items() if not key.startswith("optforge") and "tokens_per_s" in row]
+        best = max(peers, default=0.0)
+        said.append(
+            f"{name}: at least 66,000 tok/s with fp32 masters: {own['tokens_per_s']:,.0f}, {_reached(own['tokens_per_s'] >= 66_000)}"
+        )
+        said.append(f"{name}: no slower than the best peer ({best:,.0f}): {_reached(own['tokens_per_s'] >= best)}")
+        said.append(f"{name}: peak at most 30 GB: {own['peak_bytes'] / 1e9:.1f}, {_reached(own['peak_bytes'] <= 30e9)}")
     if model == "llama3_8b":
         for name in ("optforge_8b", "optforge_8b_fp8"):
             if "tokens_per_s" in found.get(name, {}):
