@@ -301,10 +301,8 @@ def limits(found: dict[str, dict[str, Any]], model: str) -> list[str]:
         if "tokens_per_s" not in own:
             continue
         peers = [row["tokens_per_s"] for key, row in found.items() if not key.startswith("optforge") and "tokens_per_s" in row]
-        best = max(peers, default=0.0)
-        said.append(
-            f"{name}: at least 66,000 tok/s with fp32 masters: {own['tokens_per_s']:,.0f}, {_reached(own['tokens_per_s'] >= 66_000)}"
-        )
+        best, rate = max(peers, default=0.0), own["tokens_per_s"]
+        said.append(f"{name}: at least 66,000 tok/s with fp32 masters: {rate:,.0f}, {_reached(rate >= 66_000)}")
         said.append(f"{name}: no slower than the best peer ({best:,.0f}): {_reached(rate >= best)}")
         said.append(f"{name}: peak at most 30 GB: {own['peak_bytes'] / 1e9:.1f}, {_reached(own['peak_bytes'] <= 30e9)}")
     if model == "llama3_8b":
