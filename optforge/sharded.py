@@ -17,7 +17,7 @@ from torch import nn
 from optforge.distributed import world
 from optforge.distributed.launch import launch
 from optforge.distributed.relay import Teller
-from optforge.errors import OptForgeError, OutOfMemory, Problem, message
+from optforge.errors import OptForgeError, OutOfMemory, PlanError, Problem, message
 from optforge.execution import Execution
 from optforge.plan.make import Plan, make, mesh_of
 from optforge.plan.sharding import Mesh
@@ -55,17 +55,21 @@ def problems(plan: Plan) -> list[Problem]:
         if step.step.use in CLOCKED:
             what = f"{step.step.use} decides by times, which differ between devices"
             told.append(Problem(where=f"step {step.name}", what=what, fix="name a scheme, such as quantize/int8_weight"))
-    if plan.run.model.kind == "given" and world.found() is None:
+    try:
+        alone = world.found() is None
+    except PlanError as error:
+        return [*told, *error.problems]
+    if plan.run.model.kind == "given" and alone:
         what = f"a module of this process cannot be handed to {mesh.devices} others"
         told.append(Problem(where="model", what=what, fix=f"start the script with torchrun --nproc-per-node={mesh.devices}"))
-    return told + _missing_devices(plan, mesh, name)
+    return [*told, *(_missing_devices(plan, mesh, name) if alone else ())]
 
 
 def _missing_devices(plan: Plan, mesh: Mesh, name: str) -> list[Problem]:
     """Fewer GPUs than the mesh has; a CPU holds as many processes as are asked for."""
     import torch
 
-    if plan.backend.torch_device().type != "cuda" or world.found() is not None:
+    if plan.backend.torch_device().type != "cuda":
         return []
     have = torch.cuda.device_count()
     if have >= mesh.devices:

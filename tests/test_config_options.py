@@ -10,7 +10,7 @@ import pytest
 
 from optforge import config, registry, safe_yaml
 from optforge.config import paths, schema
-from optforge.spec import CalibrationData, Measure, Quality, SweepOptions
+from optforge.spec import CalibrationData, Launch, Measure, Quality, SweepOptions
 
 CONF = config.conf_dir()
 TRANSFORMS = paths.option_files("transform")
@@ -76,10 +76,11 @@ def test_top_level_values_are_those_of_the_classes() -> None:
     assert data["quality"] == dataclasses.asdict(Quality())
     assert data["calibration"] == dataclasses.asdict(CalibrationData())
     assert data["measure"] == dataclasses.asdict(Measure())
+    assert data["launch"] == dataclasses.asdict(Launch())
     assert data["sweep"] == dataclasses.asdict(SweepOptions())
     settings = schema.plain_fields(Settings())
     assert {key: data[key] for key in settings} == settings
-    assert set(data) == {"defaults", "hydra", "quality", "calibration", "measure", "sweep", *settings}
+    assert set(data) == {"defaults", "hydra", "quality", "calibration", "measure", "launch", "sweep", *settings}
 
 
 @pytest.mark.parametrize("option", config.options("recipe", cwd=CONF), ids=lambda option: option.name)

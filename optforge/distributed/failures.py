@@ -20,6 +20,8 @@ from optforge.errors import ChildFailed, OptForgeError, Problem, UserError, mess
 FAILURE = "failure.json"
 CONSEQUENCES = ("closed by peer", "connection reset", "connection refused", "broken pipe", "socket closed", "heartbeat", "recv failed")
 """What the libraries say, in lower case, to a rank whose partner is gone."""
+OUT_OF_MEMORY = ("OutOfMemory", "OutOfMemoryError", "MemoryError")
+"""Classes of ours, of PyTorch and of Python."""
 WAITED = ("timed out", "timeout", "wait timeout")
 """What they say to one that waited in vain."""
 
@@ -109,8 +111,8 @@ def raised(found: Sequence[Failure], size: int, timeout_s: float) -> OptForgeErr
             f"{f', and rank {others} never came' if others else ''}: {_lines(first.message)}"
         )
     told += f" (log: {first.log})"
-    if isinstance(cls, type) and issubclass(cls, errors.OutOfMemory):
-        return cls(told)
+    if first.kind in OUT_OF_MEMORY:
+        return errors.OutOfMemory(told)
     return ChildFailed(told, kind=first.kind or None, traceback=first.trace)
 
 

@@ -28,7 +28,9 @@ def test_every_recipe_is_studied_on_every_profile(recipe: str, hardware: str) ->
     assert found.speed is not None and found.fit is not None
     assert found.speed.label == found.fit.label == "predicted"
     if plan.target.peak_flops:
-        assert all(row.latency_ms is not None and row.latency_ms > 0 for row in found.speed.rows)
+        linked = plan.target.link_bytes_per_s is not None  # what devices send one another takes an unknown time otherwise
+        known = [row.latency_ms for row in found.speed.rows if linked or row.devices == 1]
+        assert all(latency is not None and latency > 0 for latency in known)
         assert found.verdict.gain is not None
     if plan.target.memory_bytes:
         assert found.fit.fits is True, "two layers fit everywhere"
