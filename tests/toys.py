@@ -30,7 +30,7 @@ class FixedSamples:
     def __init__(self, examples: list[Any]) -> None:
         self.examples = examples
 
-    def take(self, count: int, *, tokens: int, step: str) -> Taken:
+    def take(self, count: int, *, tokens: int, step: str, held_out: int = 0) -> Taken:
         return Taken(examples=self.examples[:count], bad=[], source="a test")
 
 

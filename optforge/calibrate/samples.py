@@ -6,6 +6,7 @@ A sample that holds NaN or Inf would spoil the statistics of every layer behind 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from optforge import callables
+from optforge.calibrate.own import fits, own_samples
 from optforge.errors import DataError, Problem
 from optforge.models.base import Example, Loaded, as_example
 from optforge.spec import CalibrationData, Quality, Run
@@ -73,14 +74,17 @@ class Samples:
             return f"data={self.data_name} is random"
         return None
 
-    def take(self, count: int, *, tokens: int, step: str) -> Taken:
+    def take(self, count: int, *, tokens: int, step: str, held_out: int = 0) -> Taken:
         """`count` samples; of a language model each has exactly `tokens` tokens.
 
         Args:
             step: of the error messages.
+            held_out: how many of them the step asks for beside its own `samples`.
 
         Raises:
-            DataError: there are fewer, the data is random, or more of them hold NaN or Inf than `max_bad_fraction` allows.
+            ConfigError: what `calibration.factory` names raises, or gives nothing to go through.
+            DataError: there are fewer, the data is random, more of them hold NaN or Inf than `max_bad_fraction` allows, or the model
+                does not take them.
         """
         if (reason := self.reason_against) is not None:
             fix = "data=wikipedia, or calibration.factory=package.module:callable"
@@ -91,19 +95,26 @@ class Samples:
                 found.append(example)
             else:
                 bad.append(index)
-        self._hold(len(found) + len(bad), count, bad, step)
+        self._hold(len(found) + len(bad), count, bad, step, held_out)
+        if self.options.factory is not None:
+            fits(found, self.loaded, str(self.options.factory))
         return Taken(examples=found, bad=bad, source=self._source(tokens))
 
-    def _hold(self, read: int, count: int, bad: list[int], step: str) -> None:
+    def _hold(self, read: int, count: int, bad: list[int], step: str, held_out: int) -> None:
         """Refuses too few samples and too many bad ones."""
         if read < count:
             what = f"{self._source(0)} has {read} samples to calibrate on, {count} are wanted"
-            fix = f"steps.{step}.samples={read}" if read else "lower quality.items, or give calibration.factory"
-            raise DataError(Problem(where=f"step {step}", what=what, fix=fix))
+            fewer = f"steps.{step}.samples={read - held_out}" if read > held_out else "give more of them"
+            if not read:
+                fewer = "let it yield some" if self.options.factory else "lower quality.items, or give calibration.factory"
+            raise DataError(Problem(where=f"step {step}", what=what, fix=fewer))
+        if len(bad) == count:
+            what = f"all {count} calibration samples hold NaN or Inf"
+            raise DataError(Problem(where=f"step {step}", what=what, fix="correct the data"))
         if len(bad) > self.options.max_bad_fraction * count:
             named = ", ".join(map(str, bad[:5])) + (" ..." if len(bad) > 5 else "")
             what = f"{len(bad)} of {count} calibration samples hold NaN or Inf (sample {named})"
-            fix = f"correct the data, or calibration.max_bad_fraction={len(bad) / count:.3g} to leave them out"
+            fix = f"correct the data, or calibration.max_bad_fraction={math.ceil(1000 * len(bad) / count) / 1000:g} to leave them out"
             raise DataError(Problem(where=f"step {step}", what=what, fix=fix))
 
     def _source(self, tokens: int) -> str:
@@ -144,7 +155,7 @@ class Samples:
     def _own(self, tokens: int) -> Iterator[Example]:
         """What the user's factory yields, called as factory(batch_size=1); token ids are cut to `tokens` and joined up to it."""
         rest: list[Tensor] = []
-        for batch in callables.resolve(str(self.options.factory), "calibration.factory")(1):
+        for batch in own_samples(str(self.options.factory)):
             inputs = batch[0] if isinstance(batch, tuple) and len(batch) == 2 and self.loaded.family != "module" else batch
             if self.loaded.family != LANGUAGE:
                 example = as_example(inputs)

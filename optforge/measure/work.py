@@ -37,7 +37,7 @@ def count_flops(module: nn.Module, call: Callable[[Callable[..., Any]], Any]) ->
     counter = FlopCounterMode(display=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, fakes, args, kwargs)
+        return torch.func.functional_call(module, fakes, args, kwargs, tie_weights=False)  # every tie has its tensor already
 
     try:
         # the fused attention of the CPU has no flop formula; the plain one is made of products, which have
@@ -49,17 +49,40 @@ def count_flops(module: nn.Module, call: Callable[[Callable[..., Any]], Any]) ->
     return int(counter.get_total_flops())
 
 
+def refusal(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a pass over these arguments fails, in one line, tried on structure alone; None where it does not, or nothing can be said."""
+    import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        fakes = _fakes(module)
+        args, kwargs = tree_map_only(torch.Tensor, lambda each: mode.from_tensor(each.detach().cpu()), (args, kwargs))
+        try:
+            torch.func.functional_call(module, fakes, args, kwargs, tie_weights=False)
+        except (DataDependentOutputException, NotImplementedError):
+            return None
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
 def _fakes(module: nn.Module) -> dict[str, Tensor]:
-    """An empty tensor for each parameter and buffer, one for each tie; under a FakeTensorMode they hold no data."""
+    """An empty tensor for each parameter and buffer, one for each tie; under a FakeTensorMode they hold no data.
+
+    A module that stands in two places has one of its names only: PyTorch would put a tensor back once for each name, and the second
+    time the empty one.
+    """
     import torch
 
     made: dict[int, Tensor] = {}
     names: dict[str, Tensor] = {}
-    for source in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in source:
+    for path, child in module.named_modules():
+        for key, tensor in (*child.named_parameters(recurse=False, remove_duplicate=False), *child.named_buffers(recurse=False)):
             if id(tensor) not in made:
                 made[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            names[name] = made[id(tensor)]
+            names[f"{path}.{key}" if path else key] = made[id(tensor)]
     return names
 
 

@@ -54,9 +54,11 @@ class FactoryModel:
     def skeleton(self) -> Loaded:
         import torch
 
+        callables.resolve(self.factory, "model.factory")  # before meta: tensors that its module makes on import stay real for `load`
         with torch.device("meta"):
             loaded = self._built()
         loaded.module = loaded.module.to("meta")
+        loaded.example = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), loaded.example)
         return loaded
 
     def load(self, seed: int = 0, tell: Tell | None = None) -> Loaded:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optforge import config
+from optforge import callables, config
 from optforge.backends.base import Backend
 from optforge.calibrate.samples import Samples
 from optforge.errors import PlanError, Problem, UserError
@@ -163,6 +163,9 @@ def make(run: Run, *, executes: bool = True) -> Plan:
     metric = run.quality.metric
     if executes and run.quality.enabled and metric is not None:
         _collect(problems, lambda: OwnMetric(metric))
+    samples = run.calibration.factory
+    if executes and samples is not None:
+        _collect(problems, lambda: callables.resolve(samples, "calibration.factory"))
     ordered = _collect(problems, lambda: order(run.recipe.steps, reorder=run.reorder))
     chosen = _collect(problems, lambda: choose(run.hardware, config.hardware, require_target=run.require_target))
     if problems or ordered is None or chosen is None:

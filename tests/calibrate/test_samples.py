@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from optforge.calibrate.kept import Kept
 from optforge.calibrate.samples import Samples
-from optforge.errors import DataError
+from optforge.errors import ConfigError, DataError
 from optforge.models.base import Loaded
 from optforge.spec import CalibrationData, Quality
 
@@ -99,6 +100,92 @@ def test_a_factory_of_token_ids_is_cut_to_length(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(torch.cat([kwargs["input_ids"] for _, kwargs in taken.examples]), torch.arange(24).reshape(3, 8))
     with pytest.raises(DataError, match="3 samples to calibrate on, 4 are wanted"):
         _samples(factory=name).take(4, tokens=8, step="weights")
+
+
+def test_the_share_that_is_advised_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B50: of 3 samples 1 is bad, and 0.333 is less than a third."""
+    batches = [torch.ones(1, 4), torch.full((1, 4), float("nan")), torch.ones(1, 4)]
+    name = _factory(monkeypatch, batches)
+    with pytest.raises(DataError) as caught:
+        _samples("image_classifier", factory=name).take(3, tokens=1, step="weights")
+    (share,) = re.findall(r"max_bad_fraction=([\d.]+)", str(caught.value.problems[0].fix))
+    assert len(_samples("image_classifier", factory=name, max_bad_fraction=float(share)).take(3, tokens=1, step="weights").examples) == 2
+
+
+def test_samples_that_are_all_bad_are_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B50"""
+    name = _factory(monkeypatch, [torch.full((1, 4), float("inf"))] * 2)
+    with pytest.raises(DataError, match="all 2 calibration samples hold NaN or Inf"):
+        _samples("image_classifier", factory=name, max_bad_fraction=1.0).take(2, tokens=1, step="weights")
+
+
+def test_the_number_that_is_advised_leaves_those_that_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _factory(monkeypatch, [torch.ones(1, 4)] * 6)
+    with pytest.raises(DataError, match=r"steps\.heal\.samples=4"):
+        _samples("image_classifier", factory=name).take(136, tokens=1, step="heal", held_out=2)
+    with pytest.raises(DataError, match="give more of them"):
+        _samples("image_classifier", factory=name).take(136, tokens=1, step="heal", held_out=8)
+
+
+def _own(monkeypatch: pytest.MonkeyPatch, function: Any) -> str:
+    module = types.ModuleType("own_samples")
+    module.make = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_samples", module)
+    return "own_samples:make"
+
+
+def _takes_none() -> list[Tensor]:
+    return []
+
+
+def _raises(batch_size: int) -> Iterator[Tensor]:
+    yield torch.ones(1, 4)
+    raise OSError("no such disk")
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "fix"),
+    [
+        (lambda batch_size: 7, "own_samples:make raised TypeError: 'int' object is not iterable", "return or yield samples"),
+        (_takes_none, "raised TypeError", "one argument, the batch size"),
+        (_raises, "own_samples:make raised OSError: no such disk", "correct it"),
+    ],
+)
+def test_what_the_users_function_does_wrong_is_told_in_a_line(
+    function: Any, message: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = _own(monkeypatch, function)
+    with pytest.raises(ConfigError) as caught:
+        _samples("image_classifier", factory=name).take(2, tokens=1, step="weights")
+    (problem,) = caught.value.problems
+    assert problem.where == "calibration.factory" and message in problem.what and fix in str(problem.fix)
+
+
+def test_an_empty_function_is_not_told_to_change_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B51, B52"""
+    with pytest.raises(DataError, match="has 0 samples") as caught:
+        _samples("image_classifier", factory=_factory(monkeypatch, [])).take(2, tokens=1, step="weights")
+    assert caught.value.problems[0].fix == "let it yield some"
+
+
+def test_samples_that_the_model_does_not_take_are_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _factory(monkeypatch, [torch.ones(1, 64), torch.ones(1, 13)])
+    shared = nn.Linear(64, 64)
+    model = nn.Sequential(shared, nn.ReLU(), shared)  # one layer under two names
+    before = shared.weight
+    loaded = Loaded(module=model, family="module", name="toy", example=((torch.ones(2, 64),), {}))
+    samples = Samples(loaded=loaded, data=Counting(), data_name="counting", options=CalibrationData(factory=name))
+    with pytest.raises(DataError, match=r"does not take sample 1 of own_samples:make: .*13"):
+        samples.take(2, tokens=1, step="weights")
+    assert len(samples.take(1, tokens=1, step="weights").examples) == 1
+    assert shared.weight is before
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = _samples(factory=_factory(monkeypatch, [torch.tensor([[1, 2, 99, 3]])]))
+    samples.loaded.vocab_size = 64
+    with pytest.raises(DataError, match="token ids from 1 to 99; the model knows 64"):
+        samples.take(1, tokens=4, step="weights")
 
 
 def test_random_data_is_refused_for_trained_weights() -> None:

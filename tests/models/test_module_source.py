@@ -81,3 +81,14 @@ def test_a_wrong_factory_is_told_in_one_line(options: dict[str, str], kind: type
 def test_every_wrong_key_is_told_at_once() -> None:
     source = FactoryModel(factory="x", family="image_classifier", dtype="int8", checkpoint="/nowhere/a.pt")
     assert [problem.where for problem in source.check()] == ["model.dtype", "model.factory", "model.image_shape", "model.checkpoint"]
+
+
+def test_tensors_that_a_module_makes_on_import_stay_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The skeleton is built on meta; the first import of the factory's module is not."""
+    text = "import torch\nX = torch.ones(4, 3)\ndef make():\n    return torch.nn.Linear(3, 2), X\n"
+    (tmp_path / "imported_on_meta.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = FactoryModel(factory="imported_on_meta:make")
+    skeleton, loaded = source.skeleton(), source.load()
+    assert skeleton.example is not None and skeleton.example[0][0].is_meta
+    assert loaded.example is not None and torch.equal(loaded.example[0][0], torch.ones(4, 3))

@@ -14,6 +14,7 @@ from toys import FixedSamples, context
 from optforge.backends.cpu import CpuBackend
 from optforge.config.steps import step
 from optforge.errors import PlanError, StepError
+from optforge.measure.work import count_flops
 from optforge.share import alias
 from optforge.transforms.base import Receipt
 from optforge.transforms.heal.train import _schedule
@@ -129,3 +130,45 @@ def test_the_rate_rises_then_falls_to_almost_nothing() -> None:
     rates = [_schedule(update, 50) for update in range(50)]
     assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert rates[5:] == sorted(rates[5:], reverse=True) and rates[-1] < 0.01
+
+
+class Twice(nn.Module):
+    """A layer under two names, a third that shares its weight, and one apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = self.a
+        self.c = nn.Linear(8, 8)
+        self.c.weight = self.a.weight
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.c(self.b(self.a(x).relu()).relu()))
+
+
+def test_a_module_in_two_places_keeps_its_own_weights_after_counting_and_healing() -> None:
+    """PyTorch's `functional_call` leaves what it was given in a module that has two names."""
+    torch.manual_seed(0)
+    original = Twice()
+    examples: list[Any] = [((torch.randn(3, 8),), {}) for _ in range(10)]
+    before = original.a.weight
+    flops = count_flops(original, lambda forward: forward(*examples[0][0]))
+    assert flops == 2 * 3 * (3 * 8 * 8 + 8 * 4)
+    assert original.a.weight is before and original.b.weight is before and original.c.weight is before
+    model = alias(original)
+    apply(model, "prune/magnitude", sparsity=0.3, targets=["last"])
+    apply(model, "heal/full", original, examples, **{**SHORT, "steps": 2})
+    assert isinstance(model.a.weight, nn.Parameter) and model.a.weight is model.b.weight is model.c.weight
+    assert not torch.equal(model.a.weight, before) and model.a.weight.is_leaf
+    assert torch.equal(original.a.weight, before)
+
+
+@pytest.mark.parametrize("use", ["heal/lora", "heal/full"])
+def test_where_nothing_was_taken_there_is_nothing_to_heal(use: str) -> None:
+    original = teacher()
+    model = alias(original)
+    receipt = apply(model, use, original, **SHORT)
+    assert receipt.notes[-1].startswith("0 updates") and "there was nothing to heal" in receipt.notes[-1]
+    assert losses(receipt) == (0.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))

@@ -42,8 +42,10 @@ def apply(model: nn.Module, options: Heal, ctx: Context) -> Receipt:
     total = weight_bytes(model)
     parameters, ignored = _parameters(model, options, ctx.step)
     if not parameters:
-        what = "nothing in this model can be trained: no weight that is chosen holds floating-point values"
-        raise PlanError(Problem(where=f"step {ctx.step}", what=what, fix=f"drop it with '~steps.{ctx.step}'"))
+        lora = options.method.name == "lora"
+        kinds = "no linear that is chosen has a floating-point weight of its own" if lora else "no weight that is chosen is floating-point"
+        fix = f"drop it with '~steps.{ctx.step}'" + (f", or write steps.{ctx.step}.use=heal/full" if lora else "")
+        raise PlanError(Problem(where=f"step {ctx.step}", what=f"nothing in this model can be trained: {kinds}", fix=fix))
     if not ctx.planning:
         notes += _heal(model, parameters, options, ctx)
     setattr(model, HEALED, ctx.step)
@@ -95,11 +97,22 @@ def _held_twice(model: nn.Module) -> set[int]:
     return {key for key, count in counts.items() if count > 1}
 
 
+def _slots(model: nn.Module) -> dict[str, list[str]]:
+    """Name of each parameter -> the names of all places that hold it. A module that stands in two places has one name only: PyTorch
+    puts the model's own tensors back once for each name, and the second time a changed one."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+    return {names[0]: names for names in found.values()}
+
+
 def _heal(model: nn.Module, parameters: dict[str, nn.Parameter], options: Heal, ctx: Context) -> list[str]:
     """Trains; the sentences about it."""
     if ctx.samples is None:
         raise PlanError(Problem(where=f"step {ctx.step}", what="needs samples to train on, and there are none", fix="give data"))
-    taken = ctx.samples.take(options.samples + options.held_out, tokens=options.sample_tokens, step=ctx.step)
+    taken = ctx.samples.take(options.samples + options.held_out, tokens=options.sample_tokens, step=ctx.step, held_out=options.held_out)
     device = next(iter(parameters.values())).device
     examples = [to(example, device) for example in taken.examples]
     loss = _Loss(model, options, ctx)
@@ -107,15 +120,18 @@ def _heal(model: nn.Module, parameters: dict[str, nn.Parameter], options: Heal, 
     learn, held = examples[options.held_out :] or examples, examples[: options.held_out]
     with evaluating(model):
         before = _mean_loss(trained, held, loss)
-        with torch.enable_grad():
-            _train(trained, learn, loss, options, ctx)
+        idle = before == 0.0 and loss.reference is not None  # a row that leaves out what was to be healed; AdamW would follow noise
+        if not idle:
+            with torch.enable_grad():
+                _train(trained, learn, loss, options, ctx)
         after = _mean_loss(trained, held, loss)
     put(model, trained)
-    way = "fell" if after < before else "rose"
+    way = "fell" if after < before else "rose" if after > before else "stayed,"
+    nothing = "; there was nothing to heal, since the model gave what it gave as loaded" if idle else ""
     return [
         taken.note,
-        f"{options.steps} updates of {options.batch_size} samples: the loss ({loss.name}) on {len(held)} held-out samples {way} "
-        f"from {before:.4f} to {after:.4f}",
+        f"{0 if idle else options.steps} updates of {options.batch_size} samples: the loss ({loss.name}) on {len(held)} held-out samples "
+        f"{way} from {before:.4f} to {after:.4f}{nothing}",
     ]
 
 
@@ -127,7 +143,7 @@ class _Loss:
         if options.loss.name == "distill" and self.reference is None:
             what = "the model as loaded is not at hand, so there is nothing to distil from"
             raise PlanError(Problem(where=f"step {ctx.step}", what=what, fix=f"write steps.{ctx.step}.loss=next_token"))
-        self.model, self.step = model, ctx.step
+        self.model, self.step, self.slots = model, ctx.step, _slots(model)
         family = getattr(getattr(ctx.samples, "loaded", None), "family", None)
         self.logits = family != "module"  # what a module of no known task gives need not be logits
         measure = "KL" if self.logits else "mean squared error"
@@ -135,7 +151,8 @@ class _Loss:
 
     def __call__(self, values: dict[str, Tensor], example: Example) -> Tensor:
         args, kwargs = example
-        found = _tensor(torch.func.functional_call(self.model, values, args, kwargs))
+        everywhere = {slot: value for name, value in values.items() for slot in self.slots[name]}
+        found = _tensor(torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False))
         if self.reference is None:
             ids = next((leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dtype == torch.long), None)
             if ids is None or found.dim() != 3:
