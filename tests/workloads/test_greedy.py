@@ -8,10 +8,12 @@ import torch
 from toys import context
 from transformers import LlamaForCausalLM
 
+from optforge import registry
 from optforge.backends.base import CompileOptions
 from optforge.backends.cpu import CpuBackend
 from optforge.compiling import compile_, lift_
 from optforge.measure import compiles
+from optforge.share import alias
 from optforge.transforms.fuse import Fuse
 from optforge.workloads.decode import DecodeWork
 from optforge.workloads.greedy import Greedy, own_options
@@ -83,6 +85,39 @@ def test_inductor_gives_the_same_tokens(batch: int) -> None:
     compile_(model, CompileOptions(fullgraph=True))
     for _ in range(2):
         assert torch.equal(work.run(model), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_smollm2_chooses_the_tokens_of_transformers_where_bf16_can_tell_them_apart() -> None:
+    """256 steps in bf16, each after the tokens that transformers chose, so that every step counts."""
+    source = registry.get("models", "smollm2")(dtype="bf16")
+    if missing := list(source.check()):
+        pytest.skip(f"SmolLM2 is not here: {missing[0]}")
+    loaded = source.load()
+    ids = loaded.tokenizer("The history of the city begins in the second century, when", return_tensors="pt").input_ids
+    plain, model = loaded.module, alias(loaded.module)
+    with torch.no_grad():
+        tokens = plain.generate(ids, max_new_tokens=257, min_new_tokens=257, do_sample=False)[:, ids.shape[1] :]
+        logits = plain(input_ids=torch.cat([ids, tokens], 1), use_cache=False).logits[0, ids.shape[1] :].float()
+    Fuse().apply(model, context("fuse", ((), {"input_ids": ids, "use_cache": False}), backend=CpuBackend()))
+    compile_(model, CompileOptions())
+    work = DecodeWork(ids=ids, new_tokens=257)
+    work.run(model)
+    loop = loop_of(work, model)
+    assert loop is not None
+    chosen = []
+    with torch.no_grad():
+        loop._rewind()
+        for token in tokens[0, :256]:
+            loop.token.fill_(int(token))
+            loop._advance()
+            chosen.append(int(loop.token))
+    best = logits[:256].topk(2).values
+    told_apart = best[:, 0] - best[:, 1] > 2 * torch.finfo(torch.bfloat16).eps * best[:, 0].abs()
+    different = torch.tensor(chosen) != tokens[0, 1:257]
+    assert int(told_apart.sum()) > 200, "nearly every step must be a test"
+    assert not bool((different & told_apart).any())
 
 
 @pytest.mark.gpu
