@@ -6,7 +6,10 @@ the lock, because Hydra's own pattern gives two runs of one second the same one.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from optforge import config, preflight
 from optforge.cli.job import Settings, exit_code, hydra_main
 from optforge.config import Arguments
 from optforge.config.store import quoted
+from optforge.distributed.world import is_another_rank
 
 QUESTIONS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version")
 """Flags of Hydra's that print something and run nothing; they need no folder."""
@@ -52,7 +56,16 @@ def run_command(request: Request) -> int:
         from optforge.cli.sweep import sweep_command
 
         return sweep_command(arguments, settings, QUIET)
+    if is_another_rank(os.environ):
+        return _as_another_rank(arguments, settings)
     return exit_code(hydra_main([*arguments.hydra, *QUIET, *arguments.overrides, *_run_folder(arguments, cwd)], settings))
+
+
+def _as_another_rank(arguments: Arguments, settings: Settings) -> int:
+    """The same run without a folder that stays and without a word on stdout: both are rank 0's."""
+    kept = [text for text in arguments.overrides if text.partition("=")[0].lstrip("+") != preflight.RUN_OVERRIDE]
+    with tempfile.TemporaryDirectory(prefix="optforge-rank-") as name, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        return exit_code(hydra_main([*arguments.hydra, *QUIET, *kept, _override(preflight.RUN_OVERRIDE, Path(name))], settings))
 
 
 def _run_folder(arguments: Arguments, cwd: Path) -> list[str]:

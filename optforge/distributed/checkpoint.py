@@ -61,7 +61,8 @@ class Checkpoints:
             ModelError: the model's parts are in an order that another number of ranks cannot read.
         """
         import torch.distributed as dist
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+        from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
         self.finish()
         _require_readable(model)
@@ -75,10 +76,10 @@ class Checkpoints:
             (target / RANK_STATE.format(_rank())).write_bytes(pickle.dumps(own))
         values = _values(model, optimizer)
         if not dist.is_initialized():
-            checkpoint.save(values, checkpoint_id=target, no_dist=True)
+            save_now(values, checkpoint_id=target, no_dist=True)
             self._named(step)
             return
-        future = checkpoint.async_save(values, checkpoint_id=target, process_group=_group())
+        future = async_save(values, checkpoint_id=target, process_group=_group())
         self._pending = step, cast("Future[Any]", future)
 
     def finish(self) -> None:
@@ -104,8 +105,8 @@ class Checkpoints:
             ModelError: the checkpoint has state of its own for each of another number of ranks; both numbers are told.
         """
         import torch.distributed as dist
-        from torch.distributed import checkpoint
         from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
         source = self.folder / f"step_{step:08d}"
         meta = json.loads((source / META).read_text(encoding="utf-8"))
@@ -115,7 +116,7 @@ class Checkpoints:
             raise ModelError(Problem(where=str(source), what=what, fix=fix))
         _require_readable(model)
         values = _values(model, optimizer)
-        checkpoint.load(values, checkpoint_id=source, no_dist=not dist.is_initialized())
+        load_parts(values, checkpoint_id=source, no_dist=not dist.is_initialized())
         set_state_dict(model, optimizer, model_state_dict=values["model"], optim_state_dict=values["optimizer"])
         own = pickle.loads((source / RANK_STATE.format(_rank())).read_bytes()) if meta["rank_state"] else None
         return meta["state"], own

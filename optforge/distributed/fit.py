@@ -58,7 +58,7 @@ def _global(state: dict[str, int], trainer: Trainer) -> dict[str, int]:
     Raises:
         ValueError: the items that were seen are no whole number of this trainer's global batches.
     """
-    own = int(trainer.stream.state_dict()["global_batch"])  # type: ignore[call-overload]  # JSON
+    own = int(trainer.stream.state_dict()["global_batch"])
     seen = state["position"] * state["global_batch"]
     if seen % own:
         raise ValueError(f"{seen} items were seen, no whole number of global batches of {own}")

@@ -77,6 +77,7 @@ def launch(
     (folder / CALL).write_bytes(pickle.dumps(call))
     logs = _logs(folder)
     known = {field.name for field in fields(LaunchConfig)}
+    newer: dict[str, Any] = {"shutdown_timeout": GRACE_S} if "shutdown_timeout" in known else {}  # than torch 2.11
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -88,7 +89,7 @@ def launch(
         local_addr="localhost",
         max_restarts=max_restarts,
         logs_specs=logs,
-        **({"shutdown_timeout": GRACE_S} if "shutdown_timeout" in known else {}),  # newer than torch 2.11
+        **newer,
     )
     with _environment(count, env or {}), _handlers(), Relay(folder, progress):
         try:

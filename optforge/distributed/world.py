@@ -89,6 +89,15 @@ def found(env: Mapping[str, str] | None = None) -> World | None:
     return None
 
 
+def is_another_rank(env: Mapping[str, str]) -> bool:
+    """Whether torchrun or Slurm started this process as one of several, and not as the first, which writes and tells."""
+    try:
+        own = found(env)
+    except PlanError:  # told where it matters: a run on one device takes no notice
+        return False
+    return own is not None and own.rank > 0
+
+
 def _of_process_group() -> World | None:
     import torch.distributed as dist
 
@@ -179,10 +188,11 @@ def _store(world: World, timeout: timedelta) -> Any:
     """Where the processes find each other. Under a prefix for each attempt: an agent may keep its store, and with it the addresses of
     processes that have ended."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     said = "env://" if world.source == "torchrun" else f"tcp://{world.address}:{world.port}"
     store, _, _ = next(iter(dist.rendezvous(said, rank=world.rank, world_size=world.size, timeout=timeout)))  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"optforge_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"optforge_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def agree(value: T) -> T:

@@ -30,9 +30,10 @@ def run(
     factory: str = "tiny",
     workload: str = "forward",
     env: dict[str, str] | None = None,
+    start: tuple[str, ...] = (),
 ) -> Any:
     (folder / "spread.yaml").write_text(RECIPE % (degrees, more))
-    command = [sys.executable, "-m", "optforge", "run", "recipe=./spread.yaml", "hardware=cpu", f"hydra.run.dir={folder / 'out'}"]
+    command = [sys.executable, *start, "-m", "optforge", "run", "recipe=./spread.yaml", "hardware=cpu", f"hydra.run.dir={folder / 'out'}"]
     command += ["model=module", f"model.factory=shard_models:{factory}", "data=inputs", "model.dtype=fp32"]
     command += [f"workload={workload}", "measure.max_s=0.3", *words]
     path = os.pathsep.join([str(HERE), str(HERE.parent)])
@@ -98,3 +99,15 @@ def test_b111_degrees_that_do_not_divide_start_no_process(tmp_path: Path) -> Non
     done = run(tmp_path, "tensor: 3, fsdp: 1")
     assert done.returncode == 2 and "the number of attention heads 4 is not divisible by tensor=3" in done.stderr
     assert not (tmp_path / "out" / "ranks").exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_processes_that_are_there_are_joined(tmp_path: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run(tmp_path, "tensor: 2, fsdp: 1", start=start)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report: ") == 1
+    found = report(tmp_path)
+    assert (found["status"], found["steps"][0]["measured"]["devices"]) == ("complete", 2)
+    assert found["steps"][0]["quality"]["relative_error"] < 1e-5
+    assert not (tmp_path / "out" / "ranks").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["out", "spread.yaml"]

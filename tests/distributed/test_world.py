@@ -52,3 +52,8 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert world.current() is None
     assert world.agree(3) == 3 and world.gather("a") == ["a"]
     assert world.share_of(object()) == world.Share() and world.Share(tensor=2, batches=3).devices == 6
+
+
+def test_only_the_first_of_several_writes() -> None:
+    assert world.is_another_rank(WHOLE)
+    assert not any(world.is_another_rank(env) for env in ({}, {**WHOLE, "RANK": "0"}, {"WORLD_SIZE": "4"}))
