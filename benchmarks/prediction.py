@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from prediction_cases import Case, cpu_cases, cuda_cases, title
-from prediction_drift import Drift, Moment, between, drifted_ms
+from prediction_drift import Drift, Moment, between, refreshed
 from prediction_errors import Result, bands, markdown, number, percent, remember, statistics
 from torch import nn
 
@@ -51,9 +51,9 @@ from optforge.plan.fusion import kernels
 from optforge.plan.graph import EAGER
 from optforge.plan.make import Plan
 from optforge.plan.speed import product_dtype
-from optforge.plan.stages import stages
+from optforge.plan.stages import Stage, stages
 from optforge.plan.study import study
-from optforge.plan.summary import alike
+from optforge.plan.summary import Priced, alike
 from optforge.rows import Rows
 from optforge.spec import Measure, Measurement
 
@@ -85,12 +85,13 @@ class Bench:
             return
         for row in case.rows:
             result = _predicted(case, row, plan, predicted)
+            points = self.drift.points(_priced(plan, row)) if self.drift is not None else []
             try:
-                before = self.drift.now() if self.drift is not None else None
+                before = self.drift.now(points) if self.drift is not None else None
                 with limit(LIMIT_S):
                     self._measure(case, row, plan, result, predicted)
                 if self.drift is not None and before is not None:
-                    _tell_drift(result, plan, row, between(before, self.drift.now()))
+                    _tell_drift(result, plan, row, between(before, self.drift.now(points)))
             except (OptForgeError, RuntimeError, TimeoutError) as error:  # told in the table; the other points stand
                 result.failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
                 self._key = None
@@ -169,17 +170,27 @@ def _predicted(case: Case, row: str, plan: Plan, found: Study) -> Result:
     return result
 
 
-def _tell_drift(result: Result, plan: Plan, row: str, moment: Moment) -> None:
-    """Adds the prediction in units of the machine as it was while the point was measured."""
-    stage, calibration = list(stages(plan))[0 if row == "eager" else -1], calibration_for(plan.target)
+def _stage(plan: Plan, row: str) -> Stage:
+    return list(stages(plan))[0 if row == "eager" else -1]
+
+
+def _priced(plan: Plan, row: str) -> list[Priced]:
+    """The kernels that a row's prediction is the sum of."""
+    stage, calibration = _stage(plan, row), calibration_for(plan.target)
     eager = stage.mode == EAGER
     listed = kernels(stage.graph, compiled=not eager, regions=stage.regions)
-    priced = alike(listed, plan.target, () if eager else stage.regions, calibration)
-    found = roofline.predict(stage.graph, plan.target, mode=stage.mode, regions=stage.regions, calibration=calibration)
-    result.drift = asdict(moment)
-    result.drifted_ms = drifted_ms(priced, stage.graph.passes, found.launch_ms or 0.0, moment)
-    if result.measured_ms:
-        result.drifted_error = result.drifted_ms / result.measured_ms - 1
+    return alike(listed, plan.target, () if eager else stage.regions, calibration)
+
+
+def _tell_drift(result: Result, plan: Plan, row: str, moment: Moment) -> None:
+    """Adds the prediction from the points as they were while the row was measured."""
+    stage, calibration = _stage(plan, row), calibration_for(plan.target)
+    assert calibration is not None, "there is a drift of a calibration only"
+    now = refreshed(calibration, moment)
+    found = roofline.predict(stage.graph, plan.target, mode=stage.mode, regions=stage.regions, calibration=now)
+    result.drift, result.drifted_ms = moment.told(), found.latency_ms
+    if result.measured_ms and found.latency_ms is not None:
+        result.drifted_error = found.latency_ms / result.measured_ms - 1
 
 
 def _fill(result: Result, measured: Measurement, *, resident: int, prompt: int) -> None:

@@ -33,9 +33,9 @@ class Result:
     """(p90 - p50) / p50 of the measured samples."""
     error: float | None = None
     drift: dict[str, float] = field(default_factory=dict)
-    """Times of reference operators next to the point over those in the calibration: arithmetic, memory, host."""
+    """Points timed again next to the row over their times in the calibration: how many, the median, and the host's overheads."""
     drifted_ms: float | None = None
-    """The prediction with each kernel at that speed."""
+    """The prediction from the points as timed then."""
     drifted_error: float | None = None
     ideal_ms: float | None = None
     bound: str | None = None

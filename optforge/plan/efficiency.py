@@ -91,6 +91,11 @@ class Calibration:
         own = _roofline(*_work(kernel), kernel.dtype, hardware)
         return Estimate(efficiency=share * ideal / own if own else share, basis=basis, distance=distance)
 
+    def near(self, kernel: g.Kernel, count: int = NEAREST) -> list[Point]:
+        """The points that the share of `kernel` is weighted from, the nearest first."""
+        at = coordinates(kernel.kind, kernel.size, kernel.bytes)
+        return sorted(self._like(kernel)[0], key=lambda point: _distance(at, _coordinates(point)))[:count]
+
     def band(self, workload: str, dtype: str = "") -> Band | None:
         """The error band of predictions for a kind of workload, of that dtype where it was measured apart; None for a borrowed
         calibration and for a workload that was never compared."""
@@ -165,7 +170,7 @@ def _interpolated(at: tuple[float, ...], points: Sequence[tuple[tuple[float, ...
     Shepard's inverse-distance weighting (1968) of the nearest points' logarithms, with weights 1 / distance^2: exact at each
     point, between the least and the largest of its neighbours elsewhere.
     """
-    near = sorted((math.dist(at, place) if len(at) == len(place) else math.inf, math.log(share)) for place, share in points)[:NEAREST]
+    near = sorted((_distance(at, place), math.log(share)) for place, share in points)[:NEAREST]
     distance = near[0][0]
     if distance < 1e-9:
         same = [value for other, value in near if other < 1e-9]
@@ -175,6 +180,11 @@ def _interpolated(at: tuple[float, ...], points: Sequence[tuple[tuple[float, ...
     if not total:  # sizes of another rank: nearness means nothing
         return math.exp(sum(value for _, value in near) / len(near)), math.inf
     return math.exp(sum(weight * value for weight, (_, value) in zip(weights, near, strict=True)) / total), distance
+
+
+def _distance(at: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """In doublings; infinite between sizes of another rank."""
+    return math.dist(at, other) if len(at) == len(other) else math.inf
 
 
 def _share(point: Point, hardware: Hardware) -> float:

@@ -69,7 +69,7 @@ class Forward:
             return ForwardWork(arguments=arguments, unit="tokens", units=ids.numel(), tokens=ids.numel())
         if loaded.family == "image_classifier":
             images = self._images(loaded, data, device, seed)
-            return ForwardWork(arguments=((images,), {}), dtype=images.dtype, unit="items", units=self.batch_size)
+            return ForwardWork(arguments=((images,), {}), dtype=images.dtype, unit="items", units=len(images))
         assert loaded.example is not None, "check() refuses a module without an example"
         arguments = _moved(loaded.example, device)
         tensors = [value for value in (*arguments[0], *arguments[1].values()) if getattr(value, "ndim", 0) > 0]
@@ -87,7 +87,8 @@ class Forward:
             assert loaded.image_shape is not None, "check() refuses a classifier without the shape of its images"
             return torch.empty((self.batch_size, *loaded.image_shape), device=device)
         images, _ = next(iter(data.batches(loaded, self.batch_size, self.batch_size, seed)))
-        return images.to(device)
+        # a data set with fewer images than the batch is gone over again: the time is that of the batch that was asked for
+        return images[torch.arange(self.batch_size) % len(images)].to(device)
 
 
 @dataclass(kw_only=True)

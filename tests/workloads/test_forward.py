@@ -76,6 +76,21 @@ def test_a_classifier_runs_a_batch_of_its_data() -> None:
     torch.testing.assert_close(work.run(loaded.module), loaded.module(images))
 
 
+class Few(Ramp):
+    """Three images, however many are wanted."""
+
+    def batches(self, loaded: Loaded, count: int, batch_size: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor | None]]:
+        yield next(super().batches(loaded, 3, 3, seed))
+
+
+def test_fewer_images_than_the_batch_are_gone_over_again() -> None:
+    """The batch that is timed, and counted, is the one that was asked for."""
+    work = Forward(batch_size=8).prepare(cnn(), Few(), CPU)
+    (images,), _ = work.arguments
+    assert work.units == len(images) == 8
+    assert torch.equal(images[3:6], images[:3]) and torch.equal(images[6:], images[:2])
+
+
 def test_operations_and_bytes_of_a_classifier_by_hand() -> None:
     loaded = cnn()
     work = Forward(batch_size=5).prepare(loaded, Ramp(), CPU)

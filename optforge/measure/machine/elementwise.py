@@ -82,6 +82,23 @@ def batch_norms(device: torch.device) -> Iterator[Case]:
                 )
 
 
+def paddings(device: torch.device) -> Iterator[Case]:
+    """Borders of zeros, which classifiers from TensorFlow put before convolutions of stride 2: the result is filled, then copied into."""
+    for batch in (1, 8, 32):
+        for channels, side in NORM_SIZES:
+            for dtype in ("fp32", "bf16"):
+                size = (batch, channels, side, side)
+                read, written = batch * channels * side**2, batch * channels * (side + 1) ** 2
+                yield Case(
+                    kind=COPY,
+                    name="aten.constant_pad_nd",
+                    dtype=dtype,
+                    size=(batch, channels, side + 1, side + 1),
+                    bytes=float(read + written) * torch_dtype(dtype).itemsize,
+                    make=warm(_padded, partial(_tensors, (size,), torch_dtype(dtype), device)),
+                )
+
+
 def lookups(device: torch.device) -> Iterator[Case]:
     """Rows of an embedding's table."""
     for vocabulary, width in ((49152, 576), (128256, 2048), (128256, 4096)) if device.type == "cuda" else ((49152, 576),):
@@ -245,6 +262,10 @@ def _argmax(x: Tensor) -> Tensor:
 
 def _batch_norm(x: Tensor, mean: Tensor, weight: Tensor) -> Tensor:
     return F.batch_norm(x, mean, weight, weight, mean)  # a variance below zero gives NaN, in no other time
+
+
+def _padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 1, 0, 1))
 
 
 def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

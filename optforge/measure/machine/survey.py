@@ -95,6 +95,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         convolutions.convolutions(device),
         elementwise.eager(device),
         elementwise.batch_norms(device),
+        elementwise.paddings(device),
         elementwise.lookups(device),
         elementwise.choices(device),
         elementwise.updates(device),
