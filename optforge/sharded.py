@@ -41,9 +41,19 @@ def problems(plan: Plan) -> list[Problem]:
     name = next(step.name for step in plan.steps if step.step.kind == "shard")
     transform = next(step.step.transform for step in plan.steps if step.name == name)
     told = refused(plan.loaded.module, transform, name)
-    if plan.run.workload.source.uses_cache:
-        what = f"workload {plan.run.workload.kind} keeps a KV cache, which is not divided over devices yet"
-        told.append(Problem(where=f"step {name}", what=what, fix=f"workload=prefill, or drop the step with '~steps.{name}'"))
+    if plan.run.workload.source.uses_cache and mesh.fsdp * mesh.data > 1:
+        what = f"workload {plan.run.workload.kind} keeps a KV cache, which fsdp and data do not divide yet"
+        told.append(
+            Problem(
+                where=f"step {name}",
+                what=what,
+                fix=f"steps.{name}.fsdp=1 steps.{name}.data=1 steps.{name}.tensor={mesh.devices}, or workload=prefill",
+            )
+        )
+    caches = [step for step in plan.steps if step.step.kind == "kv_cache"]
+    if caches:
+        what = f"{caches[0].step.use} makes a cache for all heads, and each of {mesh.devices} devices has some of them"
+        told.append(Problem(where=f"step {caches[0].name}", what=what, fix=f"drop it with '~steps.{caches[0].name}'"))
     for key in ("save", "export"):
         if getattr(plan.run, key):
             what = f"each of {mesh.devices} processes holds a part of the model, and the parts are not written yet"

@@ -248,12 +248,14 @@ def _next(verdict: Verdict, study: Study) -> None:
             return
 
 
-SHARDED = "a KV cache over several devices can be planned, and not executed yet"
+SHARDED = "decode over copies and FSDP can be planned, and not executed yet"
 
 
 def _only_planned(study: Study) -> str:
     """Why `optforge run` would refuse what was asked for; empty where it would not."""
-    return SHARDED if _keeps_cache(study) and any(step.use.startswith("shard/") for step in study.steps) else ""
+    return (
+        SHARDED if _keeps_cache(study) and any(step.use.startswith("shard/") and step.use != "shard/tensor" for step in study.steps) else ""
+    )
 
 
 def _keeps_cache(study: Study) -> bool:
@@ -261,7 +263,9 @@ def _keeps_cache(study: Study) -> bool:
 
 
 def _shards(study: Study, change: Change) -> bool:
-    sharding = {f"{step.name}.{degree}" for step in study.steps if step.use.startswith("shard/") for degree in ("tensor", "fsdp", "data")}
+    if "use: shard/tensor" in change.override:
+        return False
+    sharding = {f"{step.name}.{degree}" for step in study.steps if step.use.startswith("shard/") for degree in ("fsdp", "data")}
     return "use: shard/" in change.override or _key(change.override) in sharding
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from optforge.data.base import DataSource
+from optforge.distributed.world import share_of
 from optforge.errors import Problem
 from optforge.measure.work import compute_dtype, count_flops, read_bytes
 from optforge.models.base import Loaded
@@ -162,7 +163,7 @@ class DecodeWork:
         from optforge.compiling import compiled_with
         from optforge.workloads.greedy import Greedy
 
-        if not single_row.marked(module) or compiled_with(module) is None:
+        if not single_row.marked(module) or compiled_with(module) is None or share_of(module).devices > 1:
             state.loop = None
         elif state.loop is None or not state.loop.serves(module):
             state.loop = None  # first, so that its memory is free
@@ -211,7 +212,7 @@ class DecodeWork:
         dtype = compute_dtype(module)
         if dtype is None:
             return None
-        position = batch * kv_cache.position_bytes(module, dtype)
+        position = batch * kv_cache.position_bytes(module, dtype) // share_of(module).tensor
         seen = sum(context + step for step in range(self.new_tokens))
         return self.new_tokens * read_bytes(module, batch) + position * (seen + self.new_tokens)
 

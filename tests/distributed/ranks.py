@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from toys import TinyLM, token_ids
 
+from optforge.backends.base import CompileOptions
 from optforge.backends.cpu import CpuBackend
+from optforge.compiling import compile_
 from optforge.distributed import world
 from optforge.distributed.checkpoint import Checkpoints
 from optforge.distributed.fit import fit
@@ -30,6 +32,7 @@ from optforge.transforms.base import Context
 from optforge.transforms.fuse import Fuse
 from optforge.transforms.quantize import Quantize, SchemeName
 from optforge.transforms.shard import Shard
+from optforge.workloads.decode import DecodeWork
 
 CPU = Hardware(name="cpu", backend="cpu", arch="x86_64", peak_flops={"fp32": 1e11, "bf16": 1e12, "int8": 2e12})
 LARGER = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256}
@@ -130,6 +133,22 @@ def quantized(scheme: SchemeName, fuse: bool, ids: Tensor, **degrees: int) -> di
     }
 
 
+def decoded(compiled: bool) -> dict[str, Any]:
+    """Tokens that a decoder over two devices chooses, and those that the whole one does; the cache that a device holds."""
+    ids = token_ids(2, 8, vocabulary=256)
+    model = decoder()
+    spread = alias(model)
+    with torch.no_grad():
+        Shard(tensor=2).apply(spread, context("decode"))
+    if compiled:
+        compile_(spread, CompileOptions())
+    work, other = DecodeWork(ids=ids, new_tokens=4), DecodeWork(ids=ids, new_tokens=4)
+    found, expected = work.run(spread), other.run(model)
+    again = work.run(spread)
+    held = [sum(tensor.numel() for tensor in one.kept(module)) for one, module in ((work, spread), (other, model))]
+    return {"same": bool(torch.equal(found, expected) and torch.equal(again, expected)), "held": held[0] / held[1]}
+
+
 def report(folder: str, checks: dict[str, Callable[[], Any]]) -> None:
     """Runs the checks, and leaves each one's result, or its error, in this rank's file."""
     found: dict[str, Any] = {}
@@ -149,6 +168,8 @@ def two(folder: str) -> None:
         "fsdp": lambda: same_after_a_step(tiny(False), ids, 2, fsdp=2),
         "fsdp_tied": lambda: same_after_a_step(tiny(True), ids, 2, fsdp=2),
         "data": lambda: same_after_a_step(tiny(False), ids, 2, data=2),
+        "decode": lambda: decoded(False),
+        "decode_compiled": lambda: decoded(True),
         "llama_tensor": lambda: same_after_a_step(decoder(), wide, 1, tensor=2),
         "llama_fsdp": lambda: same_after_a_step(decoder(tie_word_embeddings=True), wide, 2, fsdp=2),
     }

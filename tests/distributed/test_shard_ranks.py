@@ -39,6 +39,12 @@ def test_two_devices_train_as_one(two: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "decode_compiled"])
+def test_two_devices_choose_the_tokens_of_one_and_share_the_cache(two: dict[str, Any], name: str) -> None:
+    assert two[name] == {"same": True, "held": 0.5}
+
+
+@pytest.mark.slow
 def test_copies_train_as_one(two: dict[str, Any]) -> None:
     equals_one_process(two["data"], 1.0)
 

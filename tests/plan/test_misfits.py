@@ -164,7 +164,7 @@ def test_quantized_weights_are_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        (["--add", "shard=shard/tensor", "workload=decode"], "keeps a KV cache, which is not divided over devices yet"),
+        (["--add", "shard=shard/fsdp", "workload=decode"], "keeps a KV cache, which fsdp and data do not divide yet"),
         (["--add", "shard=shard/tensor", "save=true"], "each of 2 processes holds a part of the model"),
     ],
 )
@@ -174,3 +174,19 @@ def test_what_can_only_be_planned_is_refused_by_run_in_one_line(tmp_path: Path, 
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(lines) == 1 and told in lines[0]
+
+
+@pytest.mark.case("B52")
+@pytest.mark.parametrize(
+    ("lines", "instead"),
+    [
+        (["step: {use: prune/wanda}"], "steps.step.use=prune/magnitude"),
+        (["step: {use: prune/layers}"], ""),
+        (["sparse: {use: prune/magnitude}", "step: {use: heal/lora}"], ""),
+        (["step: {use: quantize/auto, max_weight_bytes: 1000000}"], ""),
+    ],
+)
+def test_b52_a_step_that_needs_data_is_refused_in_the_plan_for_random_data(lines: list[str], instead: str, tmp_path: Path) -> None:
+    (said,) = problems(tmp_path, *lines)
+    assert said.startswith("step step: needs data to calibrate on, and data=random_tokens is random; data=wikipedia")
+    assert said.endswith(instead)

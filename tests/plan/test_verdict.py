@@ -191,8 +191,8 @@ def test_an_unknown_time_is_not_guessed() -> None:
         ),
         (
             "seed=1",
-            "steps.shard={use: shard/tensor, tensor: 2}",
-            "optforge plan recipe=a hardware=h100 seed=1 'steps.shard={use: shard/tensor, tensor: 2}'",
+            "steps.shard={use: shard/fsdp, fsdp: 2}",
+            "optforge plan recipe=a hardware=h100 seed=1 'steps.shard={use: shard/fsdp, fsdp: 2}'",
         ),
         ("workload=decode", "hardware=h200", "optforge run recipe=a workload=decode hardware=h200"),
         ("'~steps.y'", "steps.x.tensor=2", "optforge run recipe=a hardware=h100 '~steps.y' steps.x.tensor=2"),
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_run_with_the_smallest_change(asked: str, change: s
 
 
 def test_a_change_that_can_be_executed_comes_before_one_that_can_only_be_planned() -> None:
-    shard = Change(override="steps.shard={use: shard/tensor, tensor: 2}", what="2 devices")
+    shard = Change(override="steps.shard={use: shard/fsdp, fsdp: 2}", what="2 devices")
     bits = Change(override="steps.weights.use=quantize/int4_weight", what="weights as int4_weight")
     said = judged(planned(fit=fit(80.0, 40.0, shard, bits))).verdict
     assert said.command == "optforge run recipe=llama_fp8 hardware=h100 steps.weights.use=quantize/int4_weight"
@@ -217,7 +217,7 @@ def test_a_change_that_can_be_executed_comes_before_one_that_can_only_be_planned
 
 def test_what_can_only_be_planned_has_no_command_that_run_would_refuse() -> None:
     study = planned()
-    study.steps.append(StepPlan(name="shard", use="shard/tensor", requested="shard/tensor", phase="shard"))
+    study.steps.append(StepPlan(name="shard", use="shard/fsdp", requested="shard/fsdp", phase="shard"))
     said = judged(study).verdict
     assert said.command == "" and "not executed yet" in said.why
 
