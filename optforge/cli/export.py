@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from optforge.errors import EXIT_OK, ConfigError, Problem, near
+from optforge.errors import EXIT_OK, ConfigError, Problem, TrustError, near
 from optforge.spec import EXPORT_FORMATS, Json
 
 
@@ -37,7 +37,11 @@ def export_command(request: Request) -> int:
     from optforge.report import terminal
 
     with logs.quiet("torch", "transformers"), terminal.Progress(Console(stderr=True)) as progress:
-        record = export_saved(request.run, request.format, request.out, trust=request.trust, progress=progress)
+        try:
+            record = export_saved(request.run, request.format, request.out, trust=request.trust, progress=progress)
+        except TrustError as error:  # its words are those of `run`, whose overrides this command does not take
+            told = (replace(problem, fix=problem.fix.replace("trust=true", "--trust")) for problem in error.problems)
+            raise TrustError(*told) from error
     for line in lines(record):
         print(line)
     return EXIT_OK

@@ -93,6 +93,17 @@ class Context:
     def planning(self) -> bool:
         return self.backend is None
 
+    def without_data(self, instead: str | None = None) -> Iterator[Problem]:
+        """The problem of a step that runs samples, where the run's data is nothing to calibrate on.
+
+        Args:
+            instead: what to type for a step that needs none.
+        """
+        reason = self.samples.reason_against if self.samples is not None else None
+        if reason is not None:
+            fix = "data=wikipedia, or calibration.factory=package.module:callable" + (f", or {instead}" if instead else "")
+            yield Problem(where=f"step {self.step}", what=f"needs data to calibrate on, and {reason}", fix=fix)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Touched:

@@ -9,6 +9,9 @@ import pytest
 from commandline import Optforge
 from llamas import module
 
+from optforge.cli.export import Request, export_command
+from optforge.errors import Problem, TrustError
+
 RUN = ("hardware=cpu", "workload=prefill", "workload.prompt_tokens=16", "data=random_tokens", "measure.max_s=0.2", "quality.enabled=false")
 RECIPE = "name: small\ndescription: int8 weights\ngoal: size\nsteps:\n  weights: {use: quantize/int8_weight, ignore: [lm_head]}\n"
 
@@ -28,6 +31,15 @@ def test_a_format_that_does_not_exist_is_refused_before_anything_is_loaded(optfo
     done = optforge("export", "nowhere", "--format", "huggingface")
     assert done.returncode == 2
     assert "nowhere: holds no artifact; run again with save=true" in done.stderr
+
+
+def test_code_of_the_run_is_trusted_by_an_option_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise TrustError(Problem(where="run.yaml", what="would run code", fix="add trust=true if you trust the file"))
+
+    monkeypatch.setattr("optforge.export.export_saved", refuses)
+    with pytest.raises(TrustError, match="add --trust if you trust the file"):
+        export_command(Request(run=tmp_path, format="huggingface"))
 
 
 @pytest.mark.slow

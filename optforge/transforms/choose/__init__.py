@@ -79,6 +79,7 @@ class Choose:
         if self.max_weight_bytes is None and not any(name in SEEN for name in ctx.limits):
             what = "has no limit to choose within: the fastest model of all would be any, however wrong"
             yield Problem(where=where, what=what, fix=f"recipe.limits.max_perplexity_increase=0.005, or {at}.max_weight_bytes=BYTES")
+        yield from ctx.without_data()
 
     def lower(self, target: Hardware) -> Lowered | None:
         """Never: a candidate that the target has no units for is left out of the choice."""

@@ -79,6 +79,7 @@ class Heal:
             yield Problem(
                 where=where, what=f"learning_rate {self.learning_rate:g} is not positive", fix=f"write {typed}.learning_rate=1e-4"
             )
+        yield from ctx.without_data()
 
     def lower(self, target: Hardware) -> Lowered | None:
         """Runs as written on every target."""

@@ -104,6 +104,8 @@ class Prune:
                 yield Problem(where=where, what=f"{name} must be at least 1", fix=f"write {typed}.{name}=32")
         if self.damping <= 0:
             yield Problem(where=where, what=f"damping {self.damping:g} is not positive", fix=f"write {typed}.damping=0.01")
+        if self.method is not Method.magnitude:
+            yield from ctx.without_data(None if structured else f"{typed}.use=prune/magnitude")
 
     def lower(self, target: Hardware) -> Lowered | None:
         """Runs as written on every target: zeros need no units."""
