@@ -358,6 +358,60 @@ def _hardware() -> None:
     """A callback keeps `measure` a sub-command."""
 
 
+kernels = typer.Typer(help="The package's own kernels.", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app.add_typer(kernels, name="kernels")
+
+Names = Annotated[Optional[list[str]], typer.Argument(metavar="[OPERATOR]...", help="Some of them; else all.", show_default=False)]  # noqa: UP045
+Rows = Annotated[int, typer.Option("--rows", metavar="N", min=1, max=16, help="Sequences at a time.")]
+Tokens = Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache.")]
+
+
+@kernels.command("list")
+def kernels_list(*, as_json: AsJson = False, debug: Debug = False) -> None:
+    """List the operators with the dtypes and arches that they take."""
+    with guard(debug=debug):
+        from optforge.cli.kernels import list_command
+
+        raise typer.Exit(list_command(as_json=as_json))
+
+
+@kernels.command("check")
+def kernels_check(*, names: Names = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Hold the kernels against float64, on the GPU at hand or under Triton's interpreter.
+
+    Exit codes: 0 all right; 1 one is wrong; 2 something to change.
+    """
+    with guard(debug=debug):
+        from optforge.cli.kernels import check_command
+
+        raise typer.Exit(check_command(names or (), as_json=as_json))
+
+
+@kernels.command("bench")
+def kernels_bench(*, names: Names = None, rows: Rows = 1, context: Tokens = 8192, debug: Debug = False) -> None:
+    """Time the kernels on Llama-3-8B's shapes, as a share of what the memory allows. Needs a GPU."""
+    with guard(debug=debug):
+        from optforge.cli.kernels import bench_command
+
+        raise typer.Exit(bench_command(names or (), rows=rows, context=context))
+
+
+@kernels.command("tune")
+def kernels_tune(
+    *,
+    names: Names = None,
+    rows: Rows = 1,
+    context: Tokens = 8192,
+    budget_s: Annotated[float, typer.Option("--budget-s", metavar="S", min=1, help="Seconds in all.")] = 300,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest configurations for this GPU, and keep them in the cache folder. Needs a GPU."""
+    with guard(debug=debug):
+        from optforge.cli.kernels import tune_command
+
+        raise typer.Exit(tune_command(names or (), rows=rows, context=context, budget_s=budget_s))
+
+
 @app.command("version")
 def version() -> None:
     """Print the version."""

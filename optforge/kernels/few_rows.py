@@ -183,7 +183,7 @@ def _add_row(  # type: ignore[no-untyped-def]  # pointers and tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def vector_kernel(
+def vector_kernel(  # type: ignore[no-untyped-def]  # pointers and tiles
     x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr,
     N, K, stride_xm, stride_wn, stride_sn, stride_rm, factor, eps, norm_offset,
     KIND: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -316,13 +316,13 @@ def _ready(x, by, HAS_NORM: tl.constexpr, LIFTED: tl.constexpr):  # type: ignore
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _square(x):  # type: ignore[no-untyped-def]  # tiles
+def _square(x: Any) -> Any:
     wide = x.to(tl.float32)
     return wide * wide
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def tensor_kernel(  # noqa: PLR0912, PLR0915 - one launch  # type: ignore[no-untyped-def]  # pointers and tiles
+def tensor_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915 - one launch of pointers and tiles
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, norm_ptr, residual_ptr, y_ptr, part_ptr, square_ptr, count_ptr,
     M, N, K, stride_xm, stride_wn, stride_sn, stride_rm, factor, eps, norm_offset,
     KIND: tl.constexpr, CONVERT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, HAS_ZERO: tl.constexpr, GATE: tl.constexpr,

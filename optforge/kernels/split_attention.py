@@ -42,7 +42,7 @@ def _numbers(stored, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def attention_kernel(  # noqa: PLR0915 - one launch  # type: ignore[no-untyped-def]  # pointers and tiles
+def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one launch of pointers and tiles
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, length_ptr, y_ptr, mix_ptr, top_ptr, sum_ptr, count_ptr,
     H, G, D, L, stride_qb, stride_qh, stride_kb, stride_kg, stride_kl, stride_vb, stride_vg, stride_vl, scale, factor,
     KIND: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,

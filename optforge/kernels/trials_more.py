@@ -27,7 +27,9 @@ def rounding_steps(stored: Tensor, scale: Tensor, shift: Tensor, exact: Tensor, 
 
 def norm(rows: int, columns: int, dtype: str, device: str, *, residual: bool, centered: bool, form: str = "", seed: int = 0) -> Trial:
     """Of `norm`, or of `rounded_norm` where a form is given: then what counts is that each value is the nearest there is."""
-    from optforge.kernels import row_kernels
+    from optforge.kernels import row_kernels as kernels
+
+    row_kernels: Any = kernels
 
     draw = torch.Generator().manual_seed(seed)
     kind = DTYPES[dtype]
@@ -46,9 +48,9 @@ def norm(rows: int, columns: int, dtype: str, device: str, *, residual: bool, ce
 
     def run(config: Any) -> tuple[Tensor, ...]:
         if not form:
-            y, kept = row_kernels.norm(*given, 1e-5, 0.5, centered=centered)  # type: ignore[arg-type]  # x is there
+            y, kept = row_kernels.norm(*given, 1e-5, 0.5, centered=centered)
             return (y, kept) if residual else (y,)
-        stored, scale, shift, kept = row_kernels.rounded_norm(*given, 1e-5, 0.5, centered=centered, form=form)  # type: ignore[arg-type]
+        stored, scale, shift, kept = row_kernels.rounded_norm(*given, 1e-5, 0.5, centered=centered, form=form)
         return rounding_steps(stored, scale, shift, exact.to(stored.device), form).clamp(min=1), kept
 
     whole: tuple[Tensor, ...] = (torch.ones_like(exact) if form else exact,)
@@ -61,7 +63,9 @@ def norm(rows: int, columns: int, dtype: str, device: str, *, residual: bool, ce
 
 def gate(rows: int, half: int, dtype: str, device: str, kind: str, form: str = "", seed: int = 0) -> Trial:
     """Of `gated`, or of `rounded_gated` where a form is given."""
-    from optforge.kernels import row_kernels
+    from optforge.kernels import row_kernels as kernels
+
+    row_kernels: Any = kernels
 
     draw = torch.Generator().manual_seed(seed)
     x = activations(rows, 2 * half, DTYPES[dtype], draw)
@@ -124,7 +128,9 @@ def rotary(
     seed: int = 0,
 ) -> Trial:
     """Of `rotary_append`: the queries, and what the cache gives back at the new places and keeps at the others."""
-    from optforge.kernels.rotary_kernel import launch
+    from optforge.kernels import rotary_kernel
+
+    launch: Any = rotary_kernel.launch
 
     draw = torch.Generator().manual_seed(seed)
     length, start = tokens + 5, 3
@@ -133,7 +139,7 @@ def rotary(
     cos, sin = (torch.cat((part, part), -1).bfloat16() for part in (angles.cos(), angles.sin()))
     scaled = [(torch.rand(width, generator=draw) + 0.5).bfloat16() for _ in range(2)] if normed else [None, None]
     apart = qkv.double().view(batch, tokens, heads + 2 * groups, width).transpose(1, 2)
-    q, k, v = apart.split((heads, groups, groups), 1)
+    q, k, v = apart[:, :heads], apart[:, heads : heads + groups], apart[:, heads + groups :]
     q, k = (_turned(_head_normed(states, by), cos, sin) for states, by in ((q, scaled[0]), (k, scaled[1])))
     positions = torch.arange(tokens) + start
     kind = torch.bfloat16 if storage == "plain" else torch.int8 if storage == "int8" else torch.uint8
@@ -143,7 +149,7 @@ def rotary(
         caches = [torch.full((batch, groups, length, width), 3, dtype=kind, device=device) for _ in range(2)]
         plain = storage == "plain"
         scales = [None if plain else torch.full((batch, groups, length, 1), 0.5, device=device) for _ in range(2)]
-        found = launch(*given[:4], *caches, *scales, *given[4:], heads, storage, 1e-5, 0.0)  # type: ignore[arg-type]  # all are there
+        found = launch(*given[:4], *caches, *scales, *given[4:], heads, storage, 1e-5, 0.0)
         untouched = torch.cat([cache[:, :, [0, 1, 2, -1, -2]].double().flatten() for cache in caches])
         if storage == "plain":
             return found, caches[0][:, :, 3:-2], caches[1][:, :, 3:-2], untouched
@@ -197,7 +203,9 @@ def attention(
     seed: int,
 ) -> Trial:
     """Of `decode_attention`; what lies beyond the length is NaN, or the byte of one."""
-    from optforge.kernels.split_attention import launch
+    from optforge.kernels import split_attention
+
+    launch: Any = split_attention.launch
 
     draw = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads, 1, width, generator=draw).to(DTYPES[dtype])
@@ -217,7 +225,7 @@ def attention(
     return Trial(
         operator="decode_attention",
         label=label,
-        run=lambda other: (launch(*given, width**-0.5, storage, other or config),),  # type: ignore[arg-type]  # all that must be is there
+        run=lambda other: (launch(*given, width**-0.5, storage, other or config),),
         expected=(exact,),
         tolerance=TOLERANCE[dtype] * 2,
     )

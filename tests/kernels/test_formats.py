@@ -44,6 +44,18 @@ def test_b40_every_byte_means_half_in_the_other_format() -> None:
         convert(torch.tensor([0x7F], dtype=torch.uint8), scale, OCP, FNUZ)
 
 
+@pytest.mark.case("B40")
+def test_b40_the_largest_numbers_of_fnuz_are_no_nan_in_ocp() -> None:
+    """+-240 are 0x7F and 0xFF there. Below 2^-6 OCP has steps of 2^-9 where FNUZ has 2^-10."""
+    bits = torch.tensor([b for b in range(256) if b != 0x80], dtype=torch.uint8)
+    scale = torch.tensor([[0.25]])
+    moved, rescaled = convert(bits, scale, FNUZ, OCP)
+    off = (moved.view(OCP.dtype).float() * rescaled - bits.view(FNUZ.dtype).float() * scale).flatten().abs()
+    exact = bits.view(FNUZ.dtype).float().abs() >= 2.0**-6
+    assert bool(exact[bits == 0x7F]) and not off[exact].any()
+    assert float(off.max()) <= 2.0**-10 * 0.25
+
+
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 def test_bits_under_a_float16_sign_are_the_value_over_the_half_factor(fmt: Fp8Format) -> None:
     finite = [b for b in range(256) if b != 0x80 and (fmt is FNUZ or b & 0x7F != 0x7F)]
