@@ -76,7 +76,8 @@ def gate(rows: int, half: int, dtype: str, device: str, kind: str, form: str = "
     def run(config: Any) -> tuple[Tensor, ...]:
         if not form:
             return (row_kernels.gated(there, kind),)
-        return (rounding_steps(*row_kernels.rounded_gated(there, kind, form), exact.to(there.device), form).clamp(min=1),)
+        stored, scale, shift = row_kernels.rounded_gated(there, kind, form)
+        return (rounding_steps(stored, scale, shift, exact.to(there.device), form).clamp(min=1),)
 
     label = ", ".join([kind, f"{rows} x {half}", dtype, *([form] if form else [])])
     expected = torch.ones_like(exact) if form else exact
