@@ -123,14 +123,27 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_stale(folder: Path, name: str) -> list[str]:
-    """Removes what killed writers of `name` left in `folder`; returns the removed names. A folder has one writer."""
-    stale = sorted(folder.glob(f".{name}{TEMPORARY}*"))
+    """Removes what killed writers of `name` left in `folder`; returns the removed names. What another process still writes stays."""
+    stale = sorted(path for path in folder.glob(f".{name}{TEMPORARY}*") if not _at_work(path.name.rpartition(TEMPORARY)[2]))
     for path in stale:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     return [path.name for path in stale]
+
+
+def _at_work(writer: str) -> bool:
+    """Whether the process of that number is another one that lives."""
+    if not writer.isdecimal() or int(writer) == os.getpid():
+        return False
+    try:
+        os.kill(int(writer), 0)  # signal 0 asks, and sends nothing
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def free_bytes(path: Path) -> int:

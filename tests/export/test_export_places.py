@@ -142,3 +142,17 @@ def test_b82_a_kill_before_the_check_has_passed_leaves_the_old_export(tmp_path: 
     export(subject(toy(1), facts={"model": "new"}), "torch_export", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert json.loads((out / "export.json").read_text())["model"] == "new"
+
+
+@pytest.mark.case("B84")
+def test_a_second_writer_of_a_folder_leaves_the_first_alone_and_takes_away_what_a_killed_one_left(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
+        living, dead = (tmp_path / f".out{atomic.TEMPORARY}{pid}" for pid in (alive.pid, 2**22 + 1))  # Linux gives no number above 2^22
+        living.mkdir()
+        dead.mkdir()
+        with atomic.folder(tmp_path / "out", 0) as own:
+            (own / "file").write_text("whole")
+        assert living.is_dir() and not dead.exists()
+        alive.communicate(b"\n")
+    assert atomic.remove_stale(tmp_path, "out") == [living.name]
+    assert (tmp_path / "out" / "file").read_text() == "whole"

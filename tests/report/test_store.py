@@ -157,7 +157,7 @@ def test_b84_a_failed_write_leaves_the_old_report_and_no_litter(tmp_path: Path) 
 @pytest.mark.case("B82")
 def test_b82_a_killed_writers_temporary_file_is_removed_by_the_next(tmp_path: Path) -> None:
     store.write(samples.incomplete(), tmp_path)
-    (tmp_path / f".report.json{atomic.TEMPORARY}1").write_text('{"half')
+    (tmp_path / f".report.json{atomic.TEMPORARY}{2**22 + 1}").write_text('{"half')
     assert store.read(tmp_path).verdict == "incomplete"
     store.write(samples.ok_stand_in(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
