@@ -12,11 +12,11 @@ from torch import nn
 
 from optforge import artifact, config, engine, preflight
 from optforge.calibrate.samples import Samples
-from optforge.errors import ConfigError, OutOfMemory, OutputError, Problem
+from optforge.errors import ConfigError, OutOfMemory, OutputError, PlanError, Problem
 from optforge.measure.mode import evaluating
 from optforge.models.base import as_example
 from optforge.models.given import GivenModel
-from optforge.plan.make import later
+from optforge.plan.make import later, mesh_of
 from optforge.progress import Progress
 from optforge.spec import Part, Report, Run
 from optforge.transforms.base import Context, Receipt
@@ -98,6 +98,9 @@ def apply(
     source = GivenModel(module=model, example=as_example(example))
     run = _run(source, recipe, hardware, overrides)
     plan = engine.plan(run)
+    if mesh_of(plan).devices > 1:
+        what = "apply rewrites a model in one process, and this recipe has a shard step"
+        raise PlanError(Problem(where="recipe", what=what, fix="call optforge.optimize under torchrun, or drop the step"))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     workload = run.workload.source
     receipts: dict[str, Receipt] = {}

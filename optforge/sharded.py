@@ -101,7 +101,8 @@ def run(plan: Plan, folder: Path | None, progress: Progress, execution: Make) ->
     world.fits(found, mesh_of(plan).devices, "the recipe's mesh")
     if world.current() is not None:
         return _as_rank(plan, folder, progress, execution)
-    with world.joined(found, plan.backend.torch_device().type, plan.run.launch.timeout_s):
+    keep = plan.run.model.kind == "given"  # the caller goes on with this rank's part
+    with world.joined(found, plan.backend.torch_device().type, plan.run.launch.timeout_s, keep=keep):
         return _as_rank(plan, folder, progress, execution)
 
 

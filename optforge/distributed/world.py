@@ -155,12 +155,13 @@ def fits(world: World, devices: int, where: str) -> None:
 
 
 @contextmanager
-def joined(world: World, device: str, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+def joined(world: World, device: str, timeout_s: float = TIMEOUT_S, *, keep: bool = False) -> Iterator[World]:
     """Holds the process group of `world`; one that was there before is used and left as it is.
 
     Args:
         device: type of the device that tensors are sent from: `cpu` or `cuda`.
         timeout_s: how long a collective waits for the other ranks.
+        keep: the group stays afterwards, for a module that goes on working with the others.
     """
     global _joined  # noqa: PLW0603 - one process belongs to one world
     import torch
@@ -180,7 +181,7 @@ def joined(world: World, device: str, timeout_s: float = TIMEOUT_S) -> Iterator[
             dist.barrier()  # a rank that left early would break what the others still send
     finally:
         _joined = before
-        if own:
+        if own and not keep:
             dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from optforge.distributed import world
 from optforge.errors import PlanError, Problem
 from optforge.spec import Hardware, Json
 from optforge.transforms.base import Context, Lowered, Phase, Receipt, Touched
@@ -60,7 +61,7 @@ class Shard:
 
         Raises:
             PlanError: heads, vocabulary, widths or quantization groups that the tensor degree does not divide, all of them; or
-                this process works alone.
+                the processes are not as many as the mesh has.
         """
         from optforge.measure.size import weight_bytes
         from optforge.transforms.shard import layout, misfits
@@ -75,7 +76,8 @@ class Shard:
         receipt.notes += shared if self.fsdp > 1 else []
         if self.devices > 1:
             self._tell(found, receipt)
-        if self.devices > 1 and not ctx.planning:
+        # a run joins the others before any step, and is refused where there are none; alone, the step decides and divides nothing
+        if self.devices > 1 and not ctx.planning and world.current() is not None:
             from optforge.transforms.shard.spread import spread_
 
             spread_(model, found, self, ctx)
