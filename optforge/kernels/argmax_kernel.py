@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # the compiler's own processes have no use for PyTorch
 _NOWHERE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types
-def _ordered(values: Any) -> Any:
+@triton.jit
+def _ordered(values):  # type: ignore[no-untyped-def]  # tiles
     """fp32 as int32 in the same order: -0 and 0 are one, NaN lies above all."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
