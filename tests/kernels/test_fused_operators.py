@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,10 +153,11 @@ def test_what_was_tuned_is_found_and_another_version_does_not_see_it(tmp_path: A
     from optforge.kernels import tuned
 
     monkeypatch.setenv("OPTFORGE_CACHE", str(tmp_path))
-    shape = Shape(operator="argmax", form="plain", dtype="bf16", rows=1, outputs=1, columns=128256)
+    shape = Shape(operator="argmax", form="plain", dtype="bf16", rows=1, outputs=1, columns=100)
     configurations.forget()
     tuned.kept.cache_clear()
     assert configurations.origin(shape, H200) == "reasoned"
+    assert configurations.origin(replace(shape, columns=128256), H200) == "shipped, untuned"
     config = {"SPLIT": 4, "BLOCK": 512, "PDL": 0, "num_warps": 4, "num_stages": 2}
     configurations.forget()
     file = tuned.write(H200, {shape.key: {"config": config, "microseconds": 5.0}})
