@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_keeps_names_and_lift_takes_it_away(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optforge.compiling._arguments", lambda options: {"backend": "eager"})  # no C++ for a test of the switch
+    monkeypatch.setattr("optforge.compiling._arguments", lambda options, more: {"backend": "eager"})  # no C++ for a test of the switch
     model, x = Block(), torch.randn(2, 4)
     names = list(model.state_dict())
     backend.compile(model, CompileOptions())
@@ -137,7 +137,7 @@ def test_compile_keeps_names_and_lift_takes_it_away(backend: CpuBackend, monkeyp
 def test_options_beside_a_mode_reach_inductor_together(backend: CpuBackend) -> None:
     from optforge.compiling import _arguments
 
-    found = _arguments(CompileOptions(mode="max-autotune-no-cudagraphs", options={"epilogue_fusion": False}))
+    found = _arguments(CompileOptions(mode="max-autotune-no-cudagraphs", options={"epilogue_fusion": False}), {})
     assert "mode" not in found, "torch.compile refuses a mode beside options"
     assert found["options"]["max_autotune"] is True
     assert found["options"]["epilogue_fusion"] is False

@@ -32,7 +32,7 @@ def optimized(scheme: str | None, *, fused: bool = True, dtype: torch.dtype = to
     loaded = llama(dtype=dtype, **(sizes or {}))
     ctx = ready(((), {"input_ids": IDS}))
     if fused:
-        decoder.apply(loaded.module, [], ctx, regroup=True)
+        decoder.apply(loaded.module, [], ctx, regroup=True, loops=True)
     if scheme is not None:
         Quantize(scheme=SchemeName[scheme], ignore=["lm_head"], **options).apply(loaded.module, ctx)
     return loaded

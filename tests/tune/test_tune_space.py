@@ -76,6 +76,9 @@ def test_shipped_recipes_are_points() -> None:
         if any(step["use"] == "quantize/auto" for step in one.steps.values()):
             assert params is None, "it searches by itself, so the space does not offer it"
             continue
+        if any(step["use"].startswith("shard/") for step in one.steps.values()):
+            assert params is None, "a search runs on one device"
+            continue
         if one.name.endswith(("_train", "_lora")):
             assert params is None, "what only a training takes is no point of a search"
             continue
