@@ -83,7 +83,9 @@ def sentence(verdict: str, ratio: Ratio | None, against: str, goal: str, quality
         parts.append(f"perplexity {quality.perplexity_increase:+.1%}")
     if quality is not None and quality.training is not None and quality.training.difference is not None:
         result = quality.training
-        parts.append(f"loss {result.difference:+.4f} nats to the baseline's after {len(result.own.losses)} steps, {result.limit:.4f} allowed")
+        parts.append(
+            f"loss {result.difference:+.4f} nats to the baseline's after {len(result.own.losses)} steps, {result.limit:.4f} allowed"
+        )
     if quality is not None and quality.missed:
         parts.extend(quality.missed)
     return ", ".join(parts) if parts else f"{verdict}: nothing was measured"

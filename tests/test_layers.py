@@ -17,11 +17,11 @@ ROOT = Path(optforge.__file__).parent
 GROUPS = ("transforms", "backends", "workloads", "models", "data")
 LAYERS = {
     0: "errors spec",
-    1: "registry select measure kernels calibrate atomic cache callables checkpoint compiling distributed fetch idx isolate logs masks pretrained"
-    " processes progress safe_yaml schemes share single_row toolchain training",
+    1: "registry select measure kernels calibrate atomic cache callables checkpoint compiling distributed fetch idx isolate logs masks"
+    " pretrained processes progress safe_yaml schemes share single_row toolchain training",
     2: " ".join(GROUPS),
-    3: "recipe config compare gate plan engine execution export record report artifact preflight environment rows sensitivity sharded verdicts"
-    " sweep training_execution tune xla",
+    3: "recipe config compare gate plan engine execution export record report artifact preflight environment rows sensitivity sharded"
+    " verdicts sweep training_execution tune xla",
     4: "cli api lightning __main__",
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names.split()}

@@ -137,9 +137,10 @@ class _Chain:
             return None
         home = _home(model)
         first, *_ = blocks.values()
-        (call,) = _caught([first], model, to(examples[0], home)) or [None]
-        if call is None:
+        caught = _caught([first], model, to(examples[0], home))
+        if not caught:
             return None
+        (call,) = caught
         found = _split(call)
         if found is None:
             return None
@@ -253,14 +254,14 @@ def _split(call: Example) -> tuple[str | None, Tensor, Example] | None:
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Another forward for one instance; everything else of it stays, since models read attributes of their blocks."""
     before = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]  # of the instance, for the length of a pass
+    module.forward = forward  # of the instance, for the length of a pass
     try:
         yield
     finally:
         if before is None:
             del module.forward
         else:
-            module.forward = before  # type: ignore[method-assign]
+            module.forward = before
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def test_it_exports_and_compiles_once_for_all_blocks(uses: list[str], fresh_comp
 
 @pytest.mark.slow
 def test_inductor_agrees(uses: list[str], fresh_compiler: None) -> None:
-    """Fused kernels round to bf16 less often than eager ones, which alone moves activations of 4 bits by whole steps: rounded as often here."""
+    """Fused kernels round to bf16 less often than eager ones, which alone moves activations of 4 bits by whole steps: here as often."""
     model = toy()
     applied(model, uses)
     expected = run(model).float()

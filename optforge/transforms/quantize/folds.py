@@ -222,7 +222,7 @@ def _mapped(block: Block, call: Example, before: Flow, fold: Fold) -> Fold | Non
         if arrived is None or not bool(((arrived == 0) | (arrived == 1)).all()):
             return None
         channels += arrived.long() << bit
-    if int(channels.max()) >= fold.size or len(channels.unique()) < fold.size:
+    if int(channels.max()) >= fold.size or len(set(channels.tolist())) < fold.size:
         return None  # rows that reach no input may do something else, as k does beside v
     return Fold(source=fold.source, kind=fold.kind, start=fold.start, stop=fold.stop, readers=fold.readers, channels=channels)
 
