@@ -152,7 +152,9 @@ def eager_engine(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
 
     real = compiling._arguments
     monkeypatch.setattr(
-        compiling, "_arguments", lambda options: {**real(replace(options, mode="default", options={})), "backend": "eager", "mode": None}
+        compiling,
+        "_arguments",
+        lambda options, more: {**real(replace(options, mode="default", options={}), {}), "backend": "eager", "mode": None},
     )
 
 
