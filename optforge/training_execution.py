@@ -16,6 +16,7 @@ from torch import nn
 
 from optforge.distributed.world import agree
 from optforge.execution import Execution
+from optforge.kernels.devices import DTYPES
 from optforge.measure import memory
 from optforge.measure.size import weight_bytes
 from optforge.measure.work import compute_dtype
@@ -29,8 +30,6 @@ from optforge.training.settings import settings_of
 from optforge.training.trainer import Trainer, own_, trained
 from optforge.workloads.base import Work
 from optforge.workloads.train import TrainWork
-
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class TrainingRows(Rows):
@@ -77,7 +76,7 @@ class TrainingRows(Rows):
     def product_dtype(self, module: nn.Module) -> str:
         """The dtype that the row's products run in: that of autocast, else of its weights (fp8 products are held against their peak)."""
         dtype = compute_dtype(module)
-        named = NAMES.get(dtype) if dtype is not None else None
+        named = DTYPES.get(dtype) if dtype is not None else None
         return settings_of(module).autocast or named or super().product_dtype(module)
 
     def resident(self, reference: nn.Module, module: nn.Module) -> int:

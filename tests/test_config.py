@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -385,6 +386,16 @@ def test_a_saved_run_that_names_code_asks_for_trust(start: Path) -> None:
     assert config.run_from_yaml(start / "run.yaml", trust=True).quality.metric == "my.module:score"
     trusted = config.compose(config.parse(["--config", "run.yaml", "trust=true"], cwd=start), cwd=start)
     assert (trusted.trust, trusted.quality.metric) == (True, "my.module:score")
+
+
+@pytest.mark.parametrize("key", ["module", "anything"])
+def test_a_callable_asks_for_trust_under_whatever_key_a_model_has_it(start: Path, key: str) -> None:
+    """model=lightning names a class as `module`; a kind of somebody's own may name code as it likes."""
+    text = config.to_yaml(_run(start))
+    changed = re.sub(r"(?m)^model:\n", f"model:\n  {key}: my.package:Lit\n", text)
+    assert changed != text
+    with pytest.raises(TrustError, match=rf"model.{key}: my.package:Lit.*trust=true"):
+        config.run_from_yaml(changed)
 
 
 def test_a_saved_run_cannot_trust_itself(start: Path) -> None:

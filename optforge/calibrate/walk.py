@@ -11,7 +11,7 @@ forward is replaced by one that notes its arguments and returns its input.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -221,11 +221,9 @@ def _caught(blocks: list[nn.Module], model: nn.Module, example: Example, *, wrap
     with ExitStack() as stack:
         for index, module in enumerate(blocks):
             stack.enter_context(_replaced(module, catch(index)))
-        try:
-            args, kwargs = example
+        args, kwargs = example
+        with suppress(_Stop):
             model(*args, **kwargs)
-        except _Stop:
-            pass
     return [call for _, call in found] if [index for index, _ in found] == list(range(len(blocks))) else None
 
 

@@ -70,10 +70,9 @@ def tune_command(names: Sequence[str], *, rows: int, context: int, budget_s: flo
 
     device = device_of(torch.empty(0, device="cuda"))
     bandwidth = _bandwidth()
-    chosen = _chosen(names, checking.TUNED)
-    count = sum(1 for _ in checking.cases(chosen, rows, context))
-    for case in checking.cases(chosen, rows, context):
-        found, tried, refused = checking.best(case, device, budget_s=budget_s / count)
+    cases = list(checking.cases(_chosen(names, checking.TUNED), rows, context))
+    for case in cases:
+        found, tried, refused = checking.best(case, device, budget_s=budget_s / len(cases))
         if found is None:
             print(f"{case.label}: nothing of {tried} ran", file=sys.stderr)
             continue

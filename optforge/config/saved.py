@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from optforge.spec import Json
 
 CODE_KEYS = ("factory", "metric", "trust", "trust_remote_code")
 """Keys whose value makes a run import or execute code that is not OptForge's."""
+CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""What `callables` would import, under whatever key a kind of model, data or workload has it."""
 LITERAL_KEYS = ("schema_version", "optforge_version", "command")
 
 
@@ -84,7 +87,8 @@ def _tree(data: Json, where: str, *, trusted: bool) -> dict[str, Json]:
     unknown += [Problem(where=where, what=f"{key} must be a mapping", fix="write a run with optforge show") for key in sections]
     if unknown:
         raise ConfigError(*unknown)
-    code = list(_code(tree))
+    # steps cannot name code, and their selectors may look as if they did
+    code = list(_code({key: value for key, value in tree.items() if key != "recipe"}))
     if code and not trusted:
         named = ", ".join(f"{key}: {value}" for key, value in code)
         raise TrustError(Problem(where=where, what=f"would run code ({named})", fix="add trust=true if you trust the file"))
@@ -93,7 +97,7 @@ def _tree(data: Json, where: str, *, trusted: bool) -> dict[str, Json]:
 
 def _code(node: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
     for key, value in node.items() if isinstance(node, Mapping) else ():
-        if key in CODE_KEYS and value not in (None, False):
+        if (key in CODE_KEYS and value not in (None, False)) or (isinstance(value, str) and CALLABLE.fullmatch(value)):
             yield f"{prefix}{key}", value
         yield from _code(value, f"{prefix}{key}.")
 

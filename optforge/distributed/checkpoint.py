@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -131,15 +130,6 @@ class Checkpoints:
         part.rename(whole)
         for old in sorted(path for path in self.folder.glob("step_*") if path.suffix != PART)[: -self.keep]:
             shutil.rmtree(old)
-
-
-def resumed(folder: Path, fill: Callable[[Checkpoints, int], None], *, keep: int = 2) -> Checkpoints:
-    """The checkpoints of a folder; `fill` has been called for the newest one, if there is one."""
-    found = Checkpoints(folder, keep=keep)
-    step = found.latest()
-    if step is not None:
-        fill(found, step)
-    return found
 
 
 def _values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

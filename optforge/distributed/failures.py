@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from optforge import errors, processes
+from optforge import atomic, errors, processes
 from optforge.errors import ChildFailed, OptForgeError, Problem, UserError, message
 
 FAILURE = "failure.json"
@@ -59,9 +59,7 @@ def write(folder: Path, rank: int, error: BaseException) -> None:
     problems = [asdict(problem) for problem in error.problems] if isinstance(error, UserError) else []
     told = message(error) or type(error).__name__
     failure = Failure(rank=rank, kind=type(error).__name__, message=told, time=time.time(), trace=traceback.format_exc(), problems=problems)
-    partial = folder / f"{FAILURE}.part"
-    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    partial.replace(folder / FAILURE)
+    atomic.write_bytes(folder / FAILURE, json.dumps(asdict(failure)).encode())
 
 
 def collect(folders: Mapping[int, Path], exits: Mapping[int, int]) -> list[Failure]:

@@ -18,7 +18,7 @@ matrix units: the parts then run one after another, each by its own operator.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,23 +149,10 @@ def _product(
     return int8_weight(x, weight, scale, bias) if storage == "int8" else fp8_weight(x, weight, scale, bias, storage)
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    residual: Tensor | None,
-    storage: str,
-    group_size: int,
-    eps: float,
-    norm_offset: float,
-    gate: str,
-) -> Tensor:
+def _launch(x: Tensor, *arguments: Any) -> Tensor:
     from optforge.kernels.few_rows import launch  # Triton exists on Linux only
 
-    return launch(x, weight, scale, zero, bias, norm, residual, storage, group_size, eps, norm_offset, gate)
+    return launch(x, *arguments)
 
 
 def _reference(x: Tensor, *arguments: object) -> Tensor:

@@ -1,8 +1,8 @@
 """Optimizers by name, and the two ways to train weights of a lower precision than their updates need.
 
-A bf16 weight has 8 bits of mantissa: an update smaller than 1/256 of it is lost when it is rounded to nearest. `Masters` keeps
-fp32 weights beside the model's; `Stochastic` rounds up or down at random, so that small updates arrive on average.
-Both work through chunks of weights, so that what they need in fp32 for a moment stays small.
+A bf16 weight has 8 bits of mantissa: an update smaller than 1/256 of it is lost when it is rounded to nearest. `Chunked` keeps
+fp32 weights beside the model's, or rounds up or down at random, so that small updates arrive on average. It works through
+chunks of weights, so that what it needs in fp32 for a moment stays small.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optforge.errors import PlanError, Problem
-from optforge.spec import Json
 from optforge.training.settings import Settings, take_master
 
 if TYPE_CHECKING:
@@ -350,16 +349,3 @@ def _chunks(pieces: Sequence[_Piece], elements: int) -> Iterator[list[_Piece]]:
         count += size
     if chunk:
         yield chunk
-
-
-def describe(name: str, settings: Settings) -> dict[str, Json]:
-    """What a report says of it: the optimizer and the dtypes of what it keeps."""
-    kind = settings.optimizer or name
-    found: dict[str, Json] = {"optimizer": kind}
-    if settings.masters:
-        found["masters"] = "fp32"
-    if settings.stochastic:
-        found["rounding"] = "stochastic"
-    if settings.autocast:
-        found["autocast"] = settings.autocast
-    return found

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optforge.spec import Json
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -45,12 +43,6 @@ def settle_(module: nn.Module, **changes: Any) -> Settings:
     """Changes some of a model's settings."""
     module.__dict__[NAME] = replace(settings_of(module), **changes)
     return settings_of(module)
-
-
-def plain(settings: Settings) -> dict[str, Json]:
-    """As JSON, without what is at its default."""
-    default = Settings()
-    return {name: value for name, value in vars(settings).items() if value != getattr(default, name)}
 
 
 MASTER = "optforge_master"

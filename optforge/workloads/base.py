@@ -90,6 +90,15 @@ def begin_pass(device: torch.device) -> None:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch ships it untyped
 
 
+def moved(arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a pass with every tensor in them on `device`, within lists and dictionaries too."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+    return found
+
+
 def token_ids(loaded: Loaded, data: DataSource, shape: tuple[int, int], device: torch.device, seed: int) -> Tensor:
     """Token ids from the data set, int64, of `shape` [batch, tokens], on `device`; empty ones on the meta device."""
     import torch

@@ -16,7 +16,7 @@ from optforge.data.base import DataSource
 from optforge.errors import Problem
 from optforge.measure.work import compute_dtype, count_flops, read_bytes, tensor_bytes
 from optforge.models.base import FAMILIES, Loaded
-from optforge.workloads.base import begin_pass, example_ids, not_positive, token_ids
+from optforge.workloads.base import begin_pass, example_ids, moved, not_positive, token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class Forward:
             if loaded.image_shape is None:
                 return None
             return (torch.rand((2, *loaded.image_shape), dtype=compute_dtype(loaded.module), device=device),), {}
-        return None if loaded.example is None else _moved(loaded.example, device)
+        return None if loaded.example is None else moved(loaded.example, device)
 
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> ForwardWork:
         """The batch on `device`; on the meta device its shapes, without reading data."""
@@ -71,7 +71,7 @@ class Forward:
             images = self._images(loaded, data, device, seed)
             return ForwardWork(arguments=((images,), {}), dtype=images.dtype, unit="items", units=len(images))
         assert loaded.example is not None, "check() refuses a module without an example"
-        arguments = _moved(loaded.example, device)
+        arguments = moved(loaded.example, device)
         tensors = [value for value in (*arguments[0], *arguments[1].values()) if getattr(value, "ndim", 0) > 0]
         return ForwardWork(
             arguments=arguments,
@@ -164,12 +164,6 @@ def _without_cache(loaded: Loaded) -> dict[str, Any]:
 def _mapped(arguments: Arguments, change: Any) -> Arguments:
     args, kwargs = arguments
     return tuple(change(value) for value in args), {key: change(value) for key, value in kwargs.items()}
-
-
-def _moved(arguments: Arguments, device: torch.device) -> Arguments:
-    import torch
-
-    return _mapped(arguments, lambda value: value.to(device) if isinstance(value, torch.Tensor) else value)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -20,12 +20,12 @@ from optforge.measure.size import nbytes
 from optforge.measure.work import compute_dtype, count_flops, read_bytes
 from optforge.models.base import FAMILIES, Loaded
 from optforge.training import trainer as training
-from optforge.training.loss import Objective, found, objective_of, takes_labels
+from optforge.training.loss import Objective, objective_of, takes_labels
 from optforge.training.optimizers import Rates, state_bytes
 from optforge.training.settings import Settings, settings_of
 from optforge.training.stream import Batch, Stream
 from optforge.training.trainer import Options, Trainer
-from optforge.workloads.base import example_ids, not_positive, token_ids, too_long
+from optforge.workloads.base import example_ids, moved, not_positive, token_ids, too_long
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,6 @@ class Optimizer(Enum):
     sgd = "sgd"
 
 
-STATES = {Optimizer.adamw: 2, Optimizer.sgd: 0}
-"""Numbers that an optimizer keeps for each weight: AdamW the running means of the gradient and of its square."""
 DISTINCT = 400
 """Steps' worth of data that is read at most; a longer training goes over it again, in another order."""
 
@@ -105,7 +103,7 @@ class Train:
             if loaded.image_shape is None:
                 return None
             return (torch.rand((2, *loaded.image_shape), dtype=compute_dtype(loaded.module), device=device),), {}
-        return None if loaded.example is None else _moved(loaded.example, device)
+        return None if loaded.example is None else moved(loaded.example, device)
 
     def prepare(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int = 0) -> TrainWork:
         """The data on `device`: token ids int64 [items, sequence], or images fp32 and labels, in batches that a seed orders."""
@@ -143,7 +141,7 @@ class Train:
         return (steps + self.held_out) * self.batch_size
 
     def _text(self, loaded: Loaded, data: DataSource, device: torch.device, seed: int) -> _Source:
-        """Sequences of the corpus; where it is shorter than the training wants, all of it."""
+        """Sequences of the corpus; where it is shorter than the training wants, a half as many, and so on."""
         items = self.batch_size * self.accumulate if device.type == "meta" else self._items
         least = (self.held_out + 1) * self.batch_size
         while True:
@@ -189,7 +187,7 @@ class Train:
         found = [loaded.example]
         if loaded.batches is not None and device.type != "meta":
             found = loaded.batches(min(self.steps, DISTINCT) * self.accumulate + self.held_out)
-        batches = [_moved(example, device) for example in found]
+        batches = [moved(example, device) for example in found]
         sizes = [int(leaf.shape[0]) for leaf in tree_leaves(batches[0]) if getattr(leaf, "ndim", 0) > 0]
 
         def take(picked: Sequence[int]) -> Batch:
@@ -331,20 +329,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return found
 
 
-def returns_loss(output: Any) -> bool:
-    """Whether a module of no known kind gives something to train on."""
-    return found(output) is not None
-
-
 def _at(picked: Sequence[int], like: Tensor) -> Tensor:
     import torch
 
     return torch.tensor(picked, dtype=torch.int64).to(like.device)
-
-
-def _moved(arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    import torch
-    from torch.utils._pytree import tree_map_only
-
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
-    return moved
