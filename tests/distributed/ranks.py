@@ -79,7 +79,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def same_after_a_step(model: nn.Module, ids: Tensor, batches: int, **degrees: int) -> dict[str, Any]:
     """Output, loss, weights after one step and the parts held, against one process with the whole batch."""
-    alone, spread = copy.deepcopy(model), alias(model)
+    alone, spread, before = copy.deepcopy(model), alias(model), copy.deepcopy(model)
     receipt = Shard(**degrees).apply(spread, context("train"))
     with torch.no_grad():
         output = off(logits(spread, ids), logits(alone, ids))
@@ -93,7 +93,7 @@ def same_after_a_step(model: nn.Module, ids: Tensor, batches: int, **degrees: in
     weights = max(
         float((whole(p.detach()) - expected[name].detach()).abs().max()) for name, p in spread.named_parameters(remove_duplicate=False)
     )
-    untouched = all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.deepcopy(model).parameters(), strict=True))
+    untouched = all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     held = sum(getattr(p, "_local_tensor", p).numel() for p in spread.parameters())
     return {
         "output": output,

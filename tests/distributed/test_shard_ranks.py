@@ -30,6 +30,7 @@ def equals_one_process(one: dict[str, Any], share: float) -> None:
     assert one["loss"] < 1e-5
     assert one["weights"] < 1e-6, "after an update whose largest steps are about 0.2"
     assert one["held"] / one["all"] == pytest.approx(share, abs=0.01)
+    assert one["baseline_untouched"] and one["touched"]
 
 
 @pytest.mark.slow

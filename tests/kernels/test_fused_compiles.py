@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from optforge.kernels import argmax_kernel, few_rows, rotary_kernel, row_kernels, split_attention
+from optforge.kernels import argmax_kernel, cross_entropy_kernel, few_rows, rotary_kernel, row_kernels, split_attention
 from optforge.kernels import configurations as known
 from optforge.kernels.compiler import COMPILED
 from optforge.kernels.configurations import Device
@@ -79,6 +79,8 @@ def configurations(arch: str) -> list[Configuration]:
     found += recorded("row_kernels", lambda: row_kernels.gated(x, "gelu"))
     logits = meta(1, 128256)
     found += recorded("argmax_kernel", lambda: argmax_kernel.launch(logits, known.reasoned(argmax_kernel.shape_of(logits), device)))
+    wide, targets, each = meta(4, 128256, dtype=torch.float32), meta(4, dtype=torch.int64), meta(1, dtype=torch.float32)
+    found += recorded("cross_entropy_kernel", lambda: cross_entropy_kernel.step(wide, targets, each, -100, True))
     return found
 
 
@@ -86,7 +88,7 @@ def configurations(arch: str) -> list[Configuration]:
 @pytest.mark.parametrize("arch", DEVICES)
 def test_what_is_launched_by_reasoning_compiles_and_fits(arch: str) -> None:
     found = configurations(arch)
-    assert len(found) == 20
+    assert len(found) == 21
     for configuration, result in zip(found, compile_all([(one, arch) for one in found]), strict=True):
         said = (configuration.name, configuration.label, result)
         assert result.status == COMPILED, said
